@@ -1,0 +1,257 @@
+"""A linear layer whose three GEMMs run in FP8: forward, input gradient and weight gradient.
+
+    y  = x  w^T        x, w in e4m3
+    dx = dy w          dy in e5m2 (or e4m3), w in e4m3
+    dw = dy^T x        dy in e5m2 (or e4m3), x in e4m3
+
+FP8 GEMMs take both operands with the contraction innermost, so each tensor is needed as it is for one product and
+transposed for another; one kernel writes both. For the backward only FP8 is saved: x transposed and w transposed, each
+with the scale_inv it was made with. Outside a region the layer is a plain nn.Linear.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from graphrt import kernels
+from graphrt.kernels import QuantizedTensor
+from graphrt.recipe import FP8_MAX
+from graphrt.recompute import is_reentrant_forward
+from graphrt.region import Mode, RegionRecord, current_context
+from graphrt.state import QuantizationState
+
+__all__ = ["Float8Linear", "LinearSlots"]
+
+
+@dataclass(frozen=True)
+class LinearSlots:
+    """Columns of one linear's slots in the packed state."""
+
+    input: int
+    weight: int
+    grad_output: int
+
+
+@dataclass(eq=False)
+class _Call:
+    """What one forward of a linear hands to its backward besides tensors."""
+
+    state: QuantizationState
+    slots: LinearSlots
+    group: Any  # reduces the amaxes of the region
+    record: RegionRecord | None  # held until the backward has run: that long the forward is in flight
+    is_training: bool
+    is_differentiable: bool
+
+
+@dataclass
+class _WeightCache:
+    """The quantized weight of the current region, and the weight it was made from."""
+
+    key: tuple[int, int, int, bool, bool]
+    quantized: QuantizedTensor
+
+
+class Float8Linear(nn.Linear):
+    """nn.Linear that computes in FP8 inside a `graphrt.fp8_autocast` region.
+
+    Made from an nn.Linear by `graphrt.convert_to_float8_training`, in place: parameters, names, hooks and state_dict keys
+    stay. ``x`` is ``[..., in_features]`` of any leading dimensions, bf16, fp16 or fp32.
+    """
+
+    quantization_state: QuantizationState
+    slots: LinearSlots
+    _weight_cache: _WeightCache | None
+    static_weight: QuantizedTensor | None
+
+    def bind(self, state: QuantizationState, slots: LinearSlots) -> None:
+        """Attach the state that holds this layer's scales."""
+        self.quantization_state, self.slots = state, slots
+        self._weight_cache = None
+        self.static_weight = None
+
+    def unbind(self) -> None:
+        """Drop what `bind` attached."""
+        for name in ("quantization_state", "slots", "_weight_cache", "static_weight"):
+            del self.__dict__[name]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy quantizes its own weight.
+        return {**self.__dict__, "_weight_cache": None, "static_weight": None}
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Float8Linear":
+        super()._apply(fn, recurse)
+        if self.weight.device.type != "meta":
+            self.quantization_state.to(self.weight.device)
+        self._weight_cache = None
+        return self
+
+    def extra_repr(self) -> str:
+        """As nn.Linear's, with the formats."""
+        return f"{super().extra_repr()}, fp8={self.quantization_state.recipe.fp8_format.value}"
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input`` [..., in_features] -> [..., out_features]."""
+        if torch.compiler.is_compiling():
+            return _forward_untraced(self, input)
+        return self._forward(input)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        context = current_context()
+        if context.mode is Mode.PLAIN or context.record is None:
+            return F.linear(x, self.weight, self.bias)
+        record = context.record
+        has_grad = torch.is_grad_enabled()
+        is_training = not context.in_recompute and (has_grad or (record.has_gradients and is_reentrant_forward()))
+        self._check_device(x)
+        if not context.in_recompute:
+            record.note_use(self.quantization_state, is_training)
+        call = _Call(self.quantization_state, self.slots, record.group, record, is_training, has_grad)
+        run = self._calibrate if context.mode is Mode.CALIBRATE else self._quantize
+        return run(x, call, record)
+
+    def _check_device(self, x: Tensor) -> None:
+        state = self.quantization_state
+        if not (x.device == self.weight.device == state.device):
+            raise ValueError(
+                f"Float8Linear got an input on {x.device} with its weight on {self.weight.device} and its scales on {state.device}. "
+                "Move the whole model and the input to one device."
+            )
+
+    def _calibrate(self, x: Tensor, call: _Call, _record: RegionRecord) -> Tensor:
+        if call.is_training:
+            kernels.record_amax_(x.detach(), call.state.staging_row, call.slots.input)
+            kernels.record_amax_(self.weight.detach(), call.state.staging_row, call.slots.weight)
+        y = F.linear(x, self.weight, self.bias)
+        return _RecordGradAmax.apply(y, call) if call.is_differentiable else y
+
+    def _quantize(self, x: Tensor, call: _Call, record: RegionRecord) -> Tensor:
+        dtype = self._output_dtype(x)
+        return _Linear.apply(x, self.weight, self.bias, self._quantized_weight(call, record), call, dtype)
+
+    def _output_dtype(self, x: Tensor) -> torch.dtype:
+        device_type = x.device.type
+        if torch.is_autocast_enabled(device_type):
+            return torch.get_autocast_dtype(device_type)
+        if x.dtype is not self.weight.dtype:
+            raise ValueError(
+                f"Float8Linear got an input of {x.dtype} with weights of {self.weight.dtype}. "
+                "Cast one of them, or run under torch.autocast."
+            )
+        return x.dtype
+
+    def _quantized_weight(self, call: _Call, record: RegionRecord) -> QuantizedTensor:
+        """The weight in FP8, quantized once a region; an edit in place (a new version) quantizes it anew."""
+        weight = self.weight.detach()
+        transpose = record.has_gradients or call.is_differentiable
+        # A forward that records amaxes does not take over what one without left behind; a recompute may.
+        is_recorded = call.is_training or record.states.get(call.state, False)
+        key = (record.serial, self.weight._version, weight.data_ptr(), is_recorded, transpose)
+        if self._weight_cache is not None and self._weight_cache.key == key:
+            return self._weight_cache.quantized
+        dtype = call.state.recipe.fp8_format.forward_dtype
+        quantized = _quantize(weight, call.state, self.slots.weight, record, dtype, call.is_training, transpose, self.static_weight)
+        if not torch.is_inference_mode_enabled():
+            self._weight_cache = _WeightCache(key, quantized)
+        return quantized
+
+
+@torch.compiler.disable(reason="an FP8 linear asks at run time which region it is in")
+def _forward_untraced(linear: Float8Linear, x: Tensor) -> Tensor:
+    return linear._forward(x)
+
+
+def _quantize(
+    x: Tensor,
+    state: QuantizationState,
+    slot: int,
+    record: RegionRecord | None,
+    dtype: torch.dtype,
+    is_recording: bool,
+    transpose: bool,
+    out: QuantizedTensor | None = None,
+) -> QuantizedTensor:
+    """Quantize ``x`` [rows, cols] with the scale its slot has in ``record`` (None: the live one)."""
+    scales = state.scales if record is None else record.scales(state)
+    amax = state.staging_row if is_recording else None
+    quantized = kernels.quantize(x, scales.scale, scales.scale_inv, slot, dtype, amax=amax, transpose=transpose, out=out)
+    if is_recording and state.is_counting_saturation:
+        state.add_saturation(slot, x, quantized.data, FP8_MAX[dtype])
+    return quantized
+
+
+class _Linear(torch.autograd.Function):
+    """The three FP8 GEMMs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, w: QuantizedTensor, call: _Call, dtype: torch.dtype) -> Tensor:
+        needs_x, needs_w = (call.is_differentiable and needed for needed in ctx.needs_input_grad[:2])
+        rows = x.reshape(-1, x.shape[-1])
+        forward_dtype = call.state.recipe.fp8_format.forward_dtype
+        q = _quantize(rows, call.state, call.slots.input, call.record, forward_dtype, call.is_training, needs_w)
+        y = kernels.scaled_mm(q.data, q.scale_inv, w.data, w.scale_inv, dtype, fast_accum=True, bias=bias)
+        ctx.save_for_backward(
+            *((q.transposed, q.scale_inv) if needs_w else (None, None)), *((w.transposed, w.scale_inv) if needs_x else (None, None))
+        )
+        ctx.call, ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = call, x.shape, x.dtype, weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    @torch.compiler.disable(reason="an FP8 linear's backward asks for a scale update on the host")
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        (grad_output,) = grad_outputs
+        x_t, x_scale_inv, w_t, w_scale_inv = ctx.saved_tensors
+        needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
+        dy = grad_output.reshape(-1, grad_output.shape[-1])
+        dx = dw = None
+        if needs_x or needs_w:
+            q = _quantize_grad_output(dy, ctx.call, transpose=needs_w)
+            if needs_x:
+                dx = kernels.scaled_mm(q.data, q.scale_inv, w_t, w_scale_inv, ctx.x_dtype, fast_accum=False).view(ctx.x_shape)
+            if needs_w:
+                assert q.transposed is not None
+                dw = kernels.scaled_mm(q.transposed, q.scale_inv, x_t, x_scale_inv, ctx.weight_dtype, fast_accum=False)
+        db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
+        return dx, dw, db, None, None, None
+
+
+def _quantize_grad_output(dy: Tensor, call: _Call, transpose: bool) -> QuantizedTensor:
+    """Quantize the output gradient with the live scale, and ask for the update that its amax will need."""
+    dtype = call.state.recipe.fp8_format.backward_dtype
+    quantized = _quantize(dy, call.state, call.slots.grad_output, None, dtype, True, transpose)
+    _finish(call)
+    return quantized
+
+
+def _finish(call: _Call) -> None:
+    """A quantized backward has run: request the update, and let go of the region."""
+    call.state.request_backward_quantization_update(call.group)
+    call.record = None
+
+
+class _RecordGradAmax(torch.autograd.Function):
+    """Identity whose backward records the gradient's amax: calibration of the backward direction."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, call: _Call) -> Tensor:
+        ctx.call = call
+        return y.view_as(y)
+
+    @staticmethod
+    @torch.compiler.disable(reason="an FP8 linear's backward asks for a scale update on the host")
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, None]:
+        (grad_output,) = grad_outputs
+        kernels.record_amax_(grad_output, ctx.call.state.staging_row, ctx.call.slots.grad_output)
+        _finish(ctx.call)
+        return grad_output, None

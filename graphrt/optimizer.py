@@ -1,0 +1,312 @@
+"""Applying a torch optimizer from inside the step body, where nothing may be read on the host.
+
+A captured step can hold an optimizer only if its learning rate, weight decay, step count and the decision to skip a
+non-finite step all live on the device. Torch's own classes do not go that far (SGD bakes its learning rate, the fused
+kernels bake the weight decay), so for an allow-list of exact classes the update is issued here: on the optimizer's own
+state tensors, through torch's fused kernels where they fit, reading device copies of what ``param_groups`` says. Any
+other optimizer runs by its own ``step()`` after the captured part, at the price of one host read a step.
+
+Both the eager and the captured path issue this code, so that they agree to the last bit.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = ["TRACKED_KEYS", "LiveGroup", "StepOptimizer"]
+
+#: Hyper-parameters that follow ``param_groups`` at every step, captured or not.
+TRACKED_KEYS = ("lr", "weight_decay")
+
+Group = dict[str, Any]
+
+
+@dataclass
+class LiveGroup:
+    """Device copies of one group's learning rate and weight decay, 0-dim fp32."""
+
+    lr: Tensor
+    weight_decay: Tensor
+    written: dict[str, float | None] = field(default_factory=dict)
+
+    def refresh(self, group: Group) -> None:
+        """Copy what changed in ``group`` since the last call."""
+        for key, tensor in (("lr", self.lr), ("weight_decay", self.weight_decay)):
+            value = group.get(key, 0.0)
+            if isinstance(value, Tensor):
+                tensor.copy_(value, non_blocking=True)
+                self.written[key] = None
+            elif self.written.get(key) != value:
+                tensor.fill_(value)
+                self.written[key] = value
+
+
+@dataclass(frozen=True)
+class _Update:
+    """What one group's rule needs: tensors in parallel lists, and the live values."""
+
+    group: Group
+    live: LiveGroup
+    params: list[Tensor]
+    grads: list[Tensor]
+    states: list[dict[str, Any]]
+    clip_coef: Tensor  # 0-dim fp32, multiplies the gradients
+    is_skipped: Tensor  # 0-dim bool
+    found_inf: Tensor  # 0-dim fp32, 1.0 where is_skipped
+
+    def column(self, key: str) -> list[Tensor]:
+        return [state[key] for state in self.states]
+
+
+def _count_step(u: _Update) -> None:
+    torch._foreach_add_(u.column("step"), 1.0 - u.found_inf)
+
+
+def _decay(u: _Update) -> None:
+    """Decoupled weight decay: ``p *= 1 - lr * weight_decay`` (Loshchilov and Hutter, 2019, algorithm 2)."""
+    factor = torch.where(u.is_skipped, torch.ones_like(u.found_inf), 1.0 - u.live.lr * u.live.weight_decay)
+    torch._foreach_mul_(u.params, factor)
+
+
+def _coupled_grads(u: _Update) -> list[Tensor]:
+    """Gradients with L2 regularisation in them: ``clip * g + weight_decay * p``; the sign turned for maximize."""
+    sign = -u.clip_coef if u.group.get("maximize") else u.clip_coef
+    grads = torch._foreach_mul(u.grads, sign)
+    decay = torch._foreach_mul(u.params, u.live.weight_decay)
+    torch._foreach_add_(grads, decay)
+    return list(grads)
+
+
+def _adam(u: _Update, *, is_decoupled: bool) -> None:
+    """Adam and AdamW through torch's fused kernel, weight decay done here because the kernel would bake it."""
+    _count_step(u)
+    if is_decoupled:
+        _decay(u)
+    grads = u.grads if is_decoupled else _coupled_grads(u)
+    torch._fused_adamw_(
+        u.params,
+        grads,
+        u.column("exp_avg"),
+        u.column("exp_avg_sq"),
+        u.column("max_exp_avg_sq") if u.group["amsgrad"] else [],
+        u.column("step"),
+        lr=u.live.lr,
+        beta1=float(u.group["betas"][0]),
+        beta2=float(u.group["betas"][1]),
+        weight_decay=0.0,
+        eps=u.group["eps"],
+        amsgrad=u.group["amsgrad"],
+        maximize=bool(u.group["maximize"]) and is_decoupled,
+        # The kernel divides by it, and writes the clipped gradients back.
+        grad_scale=u.clip_coef.reciprocal() if is_decoupled else None,
+        found_inf=u.found_inf,
+    )
+
+
+def _adam_state(group: Group, p: Tensor) -> dict[str, Tensor]:
+    names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group["amsgrad"] else [])
+    return {"step": _zero_step(p), **{name: torch.zeros_like(p, memory_format=torch.preserve_format) for name in names}}
+
+
+def _sgd(u: _Update) -> None:
+    """SGD with momentum; a momentum buffer of zeros makes the first step the same as the later ones."""
+    has_momentum = u.group["momentum"] != 0
+    torch._fused_sgd_(
+        u.params,
+        _coupled_grads(u),
+        u.column("momentum_buffer") if has_momentum else [],
+        weight_decay=0.0,
+        momentum=u.group["momentum"],
+        lr=u.live.lr,
+        dampening=0.0,
+        nesterov=u.group["nesterov"],
+        maximize=False,
+        is_first_step=False,
+        found_inf=u.found_inf,
+    )
+
+
+def _sgd_state(group: Group, p: Tensor) -> dict[str, Tensor]:
+    return {"momentum_buffer": torch.zeros_like(p, memory_format=torch.preserve_format)} if group["momentum"] != 0 else {}
+
+
+def _keep(u: _Update, old: Tensor, new: Tensor) -> None:
+    """``old`` becomes ``new``, except in a skipped step."""
+    old.copy_(torch.where(u.is_skipped, old, new))
+
+
+def _rmsprop(u: _Update) -> None:
+    """RMSprop (Graves, 2013), plain or centered, with or without momentum."""
+    _count_step(u)
+    alpha, eps, momentum = u.group["alpha"], u.group["eps"], u.group["momentum"]
+    for p, grad, state in zip(u.params, _coupled_grads(u), u.states, strict=True):
+        square_avg = state["square_avg"] * alpha + (1 - alpha) * grad * grad
+        mean = torch.lerp(state["grad_avg"], grad, 1 - alpha) if u.group["centered"] else None
+        spread = square_avg if mean is None else square_avg - mean * mean
+        update = grad / (spread.sqrt() + eps)
+        if momentum > 0:
+            update = state["momentum_buffer"] * momentum + update
+            _keep(u, state["momentum_buffer"], update)
+        _keep(u, p, p - u.live.lr * update)
+        _keep(u, state["square_avg"], square_avg)
+        if mean is not None:
+            _keep(u, state["grad_avg"], mean)
+
+
+def _rmsprop_state(group: Group, p: Tensor) -> dict[str, Tensor]:
+    names = ["square_avg"] + (["momentum_buffer"] if group["momentum"] > 0 else []) + (["grad_avg"] if group["centered"] else [])
+    return {"step": _zero_step(p), **{name: torch.zeros_like(p, memory_format=torch.preserve_format) for name in names}}
+
+
+def _orthogonalize(grad: Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float) -> Tensor:
+    """The nearest semi-orthogonal matrix, by Newton-Schulz iterations in bf16 (Jordan et al., Muon, 2024)."""
+    a, b, c = coefficients
+    is_tall = grad.shape[0] > grad.shape[1]
+    x = (grad.T if is_tall else grad).bfloat16()
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(num_steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return x.T if is_tall else x
+
+
+def _muon(u: _Update) -> None:
+    """Muon: momentum, orthogonalized, with decoupled weight decay."""
+    momentum, adjust = u.group["momentum"], u.group["adjust_lr_fn"]
+    _decay(u)
+    for p, raw, state in zip(u.params, u.grads, u.states, strict=True):
+        grad = raw * u.clip_coef
+        buffer = torch.lerp(state["momentum_buffer"], grad, 1 - momentum)
+        update = torch.lerp(grad, buffer, momentum) if u.group["nesterov"] else buffer
+        update = _orthogonalize(update, u.group["ns_coefficients"], u.group["ns_steps"], u.group["eps"])
+        _keep(u, p, p - u.live.lr * _muon_lr_ratio(adjust, p) * update)
+        _keep(u, state["momentum_buffer"], buffer)
+
+
+def _muon_lr_ratio(adjust: str | None, p: Tensor) -> float:
+    rows, cols = p.shape
+    if adjust == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, cols))
+    return math.sqrt(max(1.0, rows / cols)) if adjust in (None, "original") else 1.0
+
+
+def _muon_state(_group: Group, p: Tensor) -> dict[str, Tensor]:
+    return {"momentum_buffer": torch.zeros_like(p, memory_format=torch.preserve_format)}
+
+
+def _zero_step(p: Tensor) -> Tensor:
+    return torch.zeros((), dtype=torch.float32, device=p.device)
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """How one optimizer class is issued inside the step."""
+
+    update: Callable[[_Update], None]
+    init: Callable[[Group, Tensor], dict[str, Tensor]]
+
+
+_RULES: dict[type, Callable[[Group], _Rule]] = {
+    torch.optim.AdamW: lambda group: _Rule(lambda u: _adam(u, is_decoupled=True), _adam_state),
+    torch.optim.Adam: lambda group: _Rule(lambda u: _adam(u, is_decoupled=bool(u.group.get("decoupled_weight_decay", False))), _adam_state),
+    torch.optim.SGD: lambda group: _Rule(_sgd, _sgd_state),
+    torch.optim.RMSprop: lambda group: _Rule(_rmsprop, _rmsprop_state),
+}
+if hasattr(torch.optim, "Muon"):
+    _RULES[torch.optim.Muon] = lambda group: _Rule(_muon, _muon_state)
+
+
+class StepOptimizer:
+    """One optimizer as the step body sees it.
+
+    Args:
+        optimizer: any torch optimizer. Its ``state`` and ``param_groups`` stay the only ones: schedulers, loggers and
+            ``optimizer.state_dict()`` keep working.
+        device: where the live copies of the hyper-parameters go.
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        self.optimizer = optimizer
+        self.device = device
+        self.reason_outside = _reason_outside(optimizer)
+        self._live: list[LiveGroup] = []
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the update is issued inside the step; else the optimizer's own ``step()`` runs after it."""
+        return self.reason_outside is None
+
+    def refresh(self) -> None:
+        """Bring the device copies of learning rate and weight decay up to date with ``param_groups``."""
+        groups = self.optimizer.param_groups
+        while len(self._live) < len(groups):
+            self._live.append(LiveGroup(torch.zeros((), device=self.device), torch.zeros((), device=self.device)))
+        for live, group in zip(self._live, groups, strict=False):
+            live.refresh(group)
+
+    def prepare(self) -> None:
+        """Create the state of parameters that have a gradient and none yet, and keep step counts on the device."""
+        if not self.is_in_step:
+            return
+        for group in self.optimizer.param_groups:
+            init = _RULES[type(self.optimizer)](group).init
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._prepare(p, init(group, p) if p not in self.optimizer.state else {})
+
+    def _prepare(self, p: Tensor, fresh: dict[str, Tensor]) -> None:
+        state = self.optimizer.state[p]
+        state.update(fresh)
+        step = state.get("step")
+        if step is not None and (not isinstance(step, Tensor) or step.device != p.device):
+            # Torch keeps the count on the host unless the optimizer is fused or capturable.
+            state["step"] = torch.as_tensor(float(step), dtype=torch.float32, device=p.device)
+        if "momentum_buffer" in state and state["momentum_buffer"] is None:
+            state["momentum_buffer"] = torch.zeros_like(p)
+
+    def apply(self, clip_coef: Tensor, is_skipped: Tensor) -> None:
+        """Update all parameters that have a gradient, with device work alone.
+
+        Args:
+            clip_coef: 0-dim fp32, multiplies the gradients.
+            is_skipped: 0-dim bool; true leaves parameters, state and step counts as they are.
+        """
+        found_inf = is_skipped.float()
+        for group, live in zip(self.optimizer.param_groups, self._live, strict=True):
+            update = _RULES[type(self.optimizer)](group).update
+            for params in _by_dtype(group):
+                grads = [p.grad for p in params if p.grad is not None]
+                states = [self.optimizer.state[p] for p in params]
+                update(_Update(group, live, params, grads, states, clip_coef, is_skipped, found_inf))
+        # What LRScheduler looks at to see that the optimizer ran before it.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def _by_dtype(group: Group) -> list[list[Tensor]]:
+    """The group's parameters that have a gradient, one list a dtype, as the fused kernels want them."""
+    lists: dict[torch.dtype, list[Tensor]] = {}
+    for p in group["params"]:
+        if p.grad is not None:
+            lists.setdefault(p.dtype, []).append(p)
+    return list(lists.values())
+
+
+def _reason_outside(optimizer: Optimizer) -> str | None:
+    """Why the optimizer cannot be issued inside the step; None if it can."""
+    name = type(optimizer).__name__
+    if type(optimizer) not in _RULES:
+        return f"{name} is not on the list of optimizers that can be captured ({', '.join(cls.__name__ for cls in _RULES)})"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return f"{name} has step hooks, which are Python and run at every step"
+    if any(group.get("dampening") for group in optimizer.param_groups):
+        return f"{name} with dampening treats its first step differently"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return f"{name} is differentiable=True"
+    if any(p.is_complex() or p.is_sparse for group in optimizer.param_groups for p in group["params"]):
+        return f"{name} holds complex or sparse parameters"
+    return None

@@ -1,0 +1,152 @@
+"""Copies of what a step may change, to put back when it fails."""
+
+import copy
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from graphrt.state import QuantizationState, StateSnapshot
+
+__all__ = ["ModelSnapshot", "OptimizerSnapshot", "RngSnapshot", "StepSnapshot"]
+
+
+@dataclass(frozen=True)
+class RngSnapshot:
+    """State of torch's generators (CPU and the given device) and of Python's."""
+
+    cpu: Tensor
+    device: torch.device
+    cuda: Tensor | None
+    host: Any
+
+    @classmethod
+    def take(cls, device: torch.device) -> "RngSnapshot":
+        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(torch.get_rng_state(), device, cuda, random.getstate())
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda, self.device)
+        random.setstate(self.host)
+
+
+@dataclass(frozen=True)
+class ModelSnapshot:
+    """Parameters, buffers, gradients and training flags, restored in place."""
+
+    values: list[tuple[Tensor, Tensor]]
+    buffers: list[tuple[nn.Module, str, Tensor | None]]
+    grads: list[tuple[Tensor, Tensor | None, Tensor | None]]
+    is_training: list[tuple[nn.Module, bool]]
+
+    @classmethod
+    @torch.no_grad()
+    def take(cls, model: nn.Module, parameters: Iterable[nn.Parameter]) -> "ModelSnapshot":
+        parameters = list({id(p): p for p in [*parameters, *model.parameters()]}.values())
+        tensors = [*parameters, *model.buffers()]
+        return cls(
+            values=[(x, x.detach().clone()) for x in tensors],
+            buffers=[(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()],
+            grads=[(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in parameters],
+            is_training=[(module, module.training) for module in model.modules()],
+        )
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        # A buffer that the step rebound goes back to the tensor it was, then to its value.
+        for module, name, buffer in self.buffers:
+            module._buffers[name] = buffer
+        for x, value in self.values:
+            x.copy_(value)
+        for p, grad, value in self.grads:
+            if grad is not None and value is not None:
+                grad.copy_(value)
+            p.grad = grad
+        for module, flag in self.is_training:
+            module.training = flag
+
+
+@dataclass(frozen=True)
+class OptimizerSnapshot:
+    """An optimizer's groups and state. State tensors are copied only if asked for, and then restored in place."""
+
+    state: dict[Any, dict[str, tuple[Any, Any]]]
+    groups: list[dict[str, Any]]
+    has_values: bool
+
+    @classmethod
+    @torch.no_grad()
+    def take(cls, optimizer: Optimizer, *, with_values: bool) -> "OptimizerSnapshot":
+        state = {
+            p: {key: (value, _copy(value) if with_values else None) for key, value in values.items()}
+            for p, values in optimizer.state.items()
+        }
+        return cls(state, [{**group, "params": list(group["params"])} for group in optimizer.param_groups], with_values)
+
+    @torch.no_grad()
+    def restore(self, optimizer: Optimizer) -> None:
+        for p in [p for p in optimizer.state if p not in self.state]:
+            del optimizer.state[p]
+        for p, values in self.state.items():
+            optimizer.state[p] = {key: _put_back(value, saved) if self.has_values else value for key, (value, saved) in values.items()}
+        del optimizer.param_groups[len(self.groups) :]
+        for group, saved in zip(optimizer.param_groups, self.groups, strict=True):
+            group.clear()
+            group.update(saved)
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def _put_back(value: Any, saved: Any) -> Any:
+    return value.copy_(saved) if isinstance(value, Tensor) else saved
+
+
+@dataclass(frozen=True)
+class StepSnapshot:
+    """Everything one step may change."""
+
+    model: ModelSnapshot
+    optimizer: tuple[Optimizer, OptimizerSnapshot]
+    states: list[tuple[QuantizationState, StateSnapshot]]
+    rng: RngSnapshot
+
+    @classmethod
+    def take(
+        cls,
+        model: nn.Module,
+        parameters: Iterable[nn.Parameter],
+        optimizer: Optimizer,
+        states: Iterable[QuantizationState],
+        device: torch.device,
+        *,
+        with_optimizer_values: bool = True,
+    ) -> "StepSnapshot":
+        """Copy everything now.
+
+        Args:
+            with_optimizer_values: also copy the optimizer's state tensors; not needed where only the last thing a step
+                does can change them.
+        """
+        return cls(
+            ModelSnapshot.take(model, parameters),
+            (optimizer, OptimizerSnapshot.take(optimizer, with_values=with_optimizer_values)),
+            [(state, state.snapshot()) for state in states],
+            RngSnapshot.take(device),
+        )
+
+    def restore(self, *, keep_states: bool = False) -> None:
+        """Put everything back, in place; with ``keep_states`` all but the quantization states."""
+        self.model.restore()
+        optimizer, snapshot = self.optimizer
+        snapshot.restore(optimizer)
+        for state, saved in [] if keep_states else self.states:
+            state.restore(saved)
+        self.rng.restore()

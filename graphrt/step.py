@@ -1,0 +1,197 @@
+"""The step body: one optimizer step, written once, issued by both paths.
+
+It is in a form that a CUDA graph can hold: no host reads, no branch on a tensor, gradients accumulated into tensors
+that stay. What differs between the paths is handed in: the region (the eager one flushes at its entry, the captured one
+does not), and when the body runs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphrt.errors import GraphrtError
+from graphrt.optimizer import StepOptimizer
+from graphrt.region import Region
+from graphrt.state import QuantizationState
+
+__all__ = ["Gradients", "StepBody", "StepResult"]
+
+LossFn = Callable[[nn.Module, Any], Any]
+_CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step produced: device tensors that the caller owns, read when and if it wants to.
+
+    Attributes:
+        loss: 0-dim fp32, the mean over the microbatches.
+        grad_norm: 0-dim fp32, the global L2 norm before clipping.
+        skipped: 0-dim bool, whether a non-finite gradient made the optimizer leave everything as it was.
+        metrics: what ``loss_fn`` returned beside the loss, means over the microbatches.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    skipped: Tensor
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+    def clone(self) -> "StepResult":
+        """A copy in storage of its own."""
+        metrics = {name: value.clone() for name, value in self.metrics.items()}
+        return StepResult(self.loss.clone(), self.grad_norm.clone(), self.skipped.clone(), metrics)
+
+
+class Gradients:
+    """The ``.grad`` tensors of a step: made by the first backward, zeroed in place ever after.
+
+    Args:
+        named: the parameters that may get a gradient, by name.
+    """
+
+    def __init__(self, named: dict[str, nn.Parameter]) -> None:
+        self.named = named
+        self.owned: dict[str, Tensor] = {}
+
+    def attach(self) -> None:
+        """Put the owned tensors back where the user set ``.grad`` to None.
+
+        Raises:
+            GraphrtError: a ``.grad`` is another tensor than the owned one.
+        """
+        for name, owned in self.owned.items():
+            p = self.named[name]
+            if p.grad is None:
+                p.grad = owned
+            elif p.grad is not owned:
+                raise GraphrtError(
+                    f"{name}.grad is another tensor than the one the Trainer accumulates into. Set it to None, or write into it in place."
+                )
+
+    def adopt(self) -> None:
+        """Own the ``.grad`` tensors that exist now.
+
+        Raises:
+            GraphrtError: a gradient is sparse.
+        """
+        for name, p in self.named.items():
+            if p.grad is not None and name not in self.owned:
+                if p.grad.layout is not torch.strided:
+                    raise GraphrtError(f"{name}.grad is {p.grad.layout}, which is not supported. Use dense gradients (sparse=False).")
+                self.owned[name] = p.grad
+
+    def zero(self) -> None:
+        """Zero the owned tensors in place."""
+        if self.owned:
+            torch._foreach_zero_(list(self.owned.values()))
+
+    def tensors(self) -> list[Tensor]:
+        """The owned tensors, in the order of the parameters."""
+        return [self.owned[name] for name in self.named if name in self.owned]
+
+
+@dataclass
+class StepBody:
+    """One optimizer step over given microbatches.
+
+    Attributes:
+        max_grad_norm: 0-dim fp32 on the device, inf for no clipping; written by the host between steps.
+        num_skipped: 0-dim int64 on the device, the steps skipped so far.
+    """
+
+    model: nn.Module
+    loss_fn: LossFn
+    optimizer: StepOptimizer
+    gradients: Gradients
+    states: Sequence[QuantizationState]
+    max_grad_norm: Tensor
+    num_skipped: Tensor
+
+    def run(self, microbatches: Sequence[Any], region: Region) -> StepResult:
+        """Forward and backward of all microbatches, scale updates, gradient norm, clipping and optimizer.
+
+        Args:
+            microbatches: what ``loss_fn`` gets, one after the other; ``region`` spans them all.
+        """
+        self.gradients.zero()
+        with region:
+            loss, metrics = self._accumulate(microbatches)
+        self.update_backward()
+        return self._update(loss, metrics)
+
+    @torch.no_grad()
+    def _update(self, loss: Tensor, metrics: dict[str, Tensor]) -> StepResult:
+        """Gradient norm, clipping, optimizer."""
+        self.gradients.adopt()
+        self.optimizer.prepare()
+        grad_norm = self._grad_norm()
+        is_skipped = ~grad_norm.isfinite()
+        if self.optimizer.is_in_step:
+            self.optimizer.apply(self._clip_coef(grad_norm), is_skipped)
+        else:
+            torch._foreach_mul_(self.gradients.tensors(), self._clip_coef(grad_norm))
+        self.num_skipped.add_(is_skipped)
+        return StepResult(loss, grad_norm, is_skipped, metrics)
+
+    def _accumulate(self, microbatches: Sequence[Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Gradients of the mean loss into ``.grad``; the mean loss and metrics."""
+        num = len(microbatches)
+        losses, metrics = [], []
+        for microbatch in microbatches:
+            loss, extra = self.evaluate(microbatch)
+            (loss / num if num > 1 else loss).backward()
+            losses.append(loss.detach().float())
+            metrics.append({name: value.detach() for name, value in extra.items()})
+        return _mean(losses), _mean_metrics(metrics)
+
+    def evaluate(self, microbatch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss and the metrics of one microbatch, checked.
+
+        Raises:
+            GraphrtError: ``loss_fn`` returned something else than a scalar loss, or a loss and a dict of tensors.
+        """
+        out = self.loss_fn(self.model, microbatch)
+        loss, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            raise GraphrtError(f"loss_fn returned {_describe(loss)} as the loss, expected a floating scalar tensor. Reduce it in loss_fn.")
+        if not isinstance(metrics, dict) or not all(isinstance(value, Tensor) for value in metrics.values()):
+            raise GraphrtError(f"loss_fn returned {_describe(metrics)} as metrics, expected a dict of tensors. Return (loss, dict).")
+        return loss.reshape(()), metrics
+
+    def update_backward(self) -> None:
+        """Consume the backward requests of this step's own backwards."""
+        for state in self.states:
+            if state.backward_update_requested:
+                state.reduce_and_update_quantization_state(forward=False)
+
+    def _grad_norm(self) -> Tensor:
+        grads = self.gradients.tensors()
+        if not grads:
+            raise GraphrtError("No parameter got a gradient. Check that the loss depends on parameters with requires_grad=True.")
+        return torch.nn.utils.get_total_norm(grads, foreach=True).float()
+
+    def _clip_coef(self, grad_norm: Tensor) -> Tensor:
+        return (self.max_grad_norm / (grad_norm + _CLIP_EPS)).clamp(max=1.0)
+
+
+def _mean(values: list[Tensor]) -> Tensor:
+    return torch.stack(values).mean(0) if len(values) > 1 else values[0].clone()
+
+
+def _mean_metrics(metrics: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    if any(set(one) != set(metrics[0]) for one in metrics):
+        raise GraphrtError(
+            f"loss_fn returned metrics {sorted(metrics[0])} for one microbatch and others for the next. Return the same names each time."
+        )
+    return {name: _mean([one[name] if one[name].is_floating_point() else one[name].float() for one in metrics]) for name in metrics[0]}
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {list(value.shape)}"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {type(item).__name__}" for key, item in value.items()) + "}"
+    return f"a {type(value).__name__}"
