@@ -11,6 +11,7 @@ from graphrt.convert import (
 from graphrt.eager import fp8_autocast
 from graphrt.errors import CaptureError, FlushError, GraphrtError, ParityError, RecipeError, StaticInputError
 from graphrt.linear import Float8Linear
+from graphrt.parity import ParityDifference, ParityReport, check_parity
 from graphrt.recipe import DelayedScaling, Format
 from graphrt.region import ForwardMark, mark_forward, recompute_phase
 from graphrt.report import TrainerReport
@@ -29,13 +30,16 @@ __all__ = [
     "Format",
     "ForwardMark",
     "GraphrtError",
+    "ParityDifference",
     "ParityError",
+    "ParityReport",
     "QuantizationState",
     "RecipeError",
     "StaticInputError",
     "StepResult",
     "Trainer",
     "TrainerReport",
+    "check_parity",
     "checkpoint",
     "conversion_report",
     "convert_from_float8_training",

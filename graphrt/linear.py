@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from graphrt import kernels
 from graphrt.kernels import QuantizedTensor
 from graphrt.recipe import FP8_MAX
-from graphrt.recompute import is_reentrant_forward
+from graphrt.recompute import is_reentrant_forward, unseen_by_selective_checkpoints
 from graphrt.region import Mode, RegionRecord, current_context
 from graphrt.state import QuantizationState
 
@@ -124,10 +124,13 @@ class Float8Linear(nn.Linear):
 
     def _calibrate(self, x: Tensor, call: _Call, _record: RegionRecord) -> Tensor:
         if call.is_training:
-            kernels.record_amax_(x.detach(), call.state.staging_row, call.slots.input)
-            kernels.record_amax_(self.weight.detach(), call.state.staging_row, call.slots.weight)
+            with unseen_by_selective_checkpoints():
+                kernels.record_amax_(x.detach(), call.state.staging_row, call.slots.input)
+                kernels.record_amax_(self.weight.detach(), call.state.staging_row, call.slots.weight)
         y = F.linear(x, self.weight, self.bias)
-        return _RecordGradAmax.apply(y, call) if call.is_differentiable else y
+        if y.requires_grad:
+            y.register_hook(lambda grad_output: _record_grad_amax(grad_output, call))
+        return y
 
     def _quantize(self, x: Tensor, call: _Call, record: RegionRecord) -> Tensor:
         dtype = self._output_dtype(x)
@@ -178,7 +181,8 @@ def _quantize(
     """Quantize ``x`` [rows, cols] with the scale its slot has in ``record`` (None: the live one)."""
     scales = state.scales if record is None else record.scales(state)
     amax = state.staging_row if is_recording else None
-    quantized = kernels.quantize(x, scales.scale, scales.scale_inv, slot, dtype, amax=amax, transpose=transpose, out=out)
+    with unseen_by_selective_checkpoints():
+        quantized = kernels.quantize(x, scales.scale, scales.scale_inv, slot, dtype, amax=amax, transpose=transpose, out=out)
     if is_recording and state.is_counting_saturation:
         state.add_saturation(slot, x, quantized.data, FP8_MAX[dtype])
     return quantized
@@ -199,7 +203,8 @@ class _Linear(torch.autograd.Function):
         )
         ctx.call, ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = call, x.shape, x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return y.view(*x.shape[:-1], weight.shape[0])
+        # Not a view in autograd's eyes: those may not be edited in place when they come out of a custom function.
+        return y if x.dim() == 2 else torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
     @torch.compiler.disable(reason="an FP8 linear's backward asks for a scale update on the host")
@@ -237,21 +242,7 @@ def _finish(call: _Call) -> None:
     call.record = None
 
 
-class _RecordGradAmax(torch.autograd.Function):
-    """Identity whose backward records the gradient's amax: calibration of the backward direction."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, call: _Call) -> Tensor:
-        ctx.call = call
-        return y.view_as(y)
-
-    @staticmethod
-    @torch.compiler.disable(reason="an FP8 linear's backward asks for a scale update on the host")
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grad_outputs: Tensor
-    ) -> tuple[Tensor | None, None]:
-        (grad_output,) = grad_outputs
-        kernels.record_amax_(grad_output, ctx.call.state.staging_row, ctx.call.slots.grad_output)
-        _finish(ctx.call)
-        return grad_output, None
+def _record_grad_amax(grad_output: Tensor, call: _Call) -> None:
+    """Calibration of the backward direction: a hook on the output, so that the output itself stays as nn.Linear's."""
+    kernels.record_amax_(grad_output, call.state.staging_row, call.slots.grad_output)
+    _finish(call)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["TRACKED_KEYS", "LiveGroup", "StepOptimizer"]
+__all__ = ["TRACKED_KEYS", "LiveGroup", "StepOptimizer", "scale_"]
 
 #: Hyper-parameters that follow ``param_groups`` at every step, captured or not.
 TRACKED_KEYS = ("lr", "weight_decay")
@@ -63,23 +63,41 @@ class _Update:
         return [state[key] for state in self.states]
 
 
+def scale_(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply each tensor by a 0-dim ``factor`` in place, without reading it on the host.
+
+    On CUDA in one launch. On a CPU torch's foreach reads the factor, which a recording refuses as a graph would.
+    """
+    if tensors and tensors[0].is_cuda:
+        torch._foreach_mul_(tensors, factor)
+        return
+    for x in tensors:
+        x.mul_(factor)
+
+
+def _scaled(tensors: list[Tensor], factor: Tensor) -> list[Tensor]:
+    """As `scale_`, into new tensors."""
+    if tensors and tensors[0].is_cuda:
+        return list(torch._foreach_mul(tensors, factor))
+    return [x * factor for x in tensors]
+
+
 def _count_step(u: _Update) -> None:
-    torch._foreach_add_(u.column("step"), 1.0 - u.found_inf)
+    torch._foreach_add_(u.column("step"), [1.0 - u.found_inf] * len(u.params))
 
 
 def _decay(u: _Update) -> None:
     """Decoupled weight decay: ``p *= 1 - lr * weight_decay`` (Loshchilov and Hutter, 2019, algorithm 2)."""
     factor = torch.where(u.is_skipped, torch.ones_like(u.found_inf), 1.0 - u.live.lr * u.live.weight_decay)
-    torch._foreach_mul_(u.params, factor)
+    scale_(u.params, factor)
 
 
 def _coupled_grads(u: _Update) -> list[Tensor]:
     """Gradients with L2 regularisation in them: ``clip * g + weight_decay * p``; the sign turned for maximize."""
     sign = -u.clip_coef if u.group.get("maximize") else u.clip_coef
-    grads = torch._foreach_mul(u.grads, sign)
-    decay = torch._foreach_mul(u.params, u.live.weight_decay)
-    torch._foreach_add_(grads, decay)
-    return list(grads)
+    grads = _scaled(u.grads, sign)
+    torch._foreach_add_(grads, _scaled(u.params, u.live.weight_decay))
+    return grads
 
 
 def _adam(u: _Update, *, is_decoupled: bool) -> None:

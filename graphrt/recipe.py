@@ -13,8 +13,8 @@ __all__ = ["FP8_MAX", "DelayedScaling", "Format"]
 #: Largest finite value of each FP8 dtype (OCP 8-bit floating point specification, revision 1.0).
 FP8_MAX = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
-#: |margin| up to this keeps every scale a finite, non-zero fp32 number: 57344 / FLT_MAX / 2**32 is still normal-sized.
-_MAX_MARGIN = 32
+#: Up to this margin 1 / scale is finite whatever the amax: 448 / FLT_MAX / 2**8 is still above 1 / FLT_MAX.
+_MAX_MARGIN = 8
 
 
 class Format(enum.Enum):

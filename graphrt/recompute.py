@@ -23,12 +23,26 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+from torch.autograd.function import FunctionCtx
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from graphrt.errors import FlushError
 
-__all__ = ["Forward", "Phase", "current_phase", "is_reentrant_forward", "may_be_checkpointed", "note_forward", "open_phase"]
+__all__ = [
+    "Forward",
+    "Phase",
+    "current_phase",
+    "in_recompute",
+    "is_reentrant_forward",
+    "keep_with_graph",
+    "may_be_checkpointed",
+    "note_forward",
+    "open_phase",
+    "unseen_by_selective_checkpoints",
+]
 
 _NOTE = "_graphrt_forward"
+_KEPT = "_graphrt_kept"
 
 
 @dataclass(eq=False)
@@ -91,6 +105,9 @@ _pop_hooks = _autograd._pop_saved_tensors_default_hooks
 _push_hooks = _autograd._push_saved_tensors_default_hooks
 _is_fwd_grad_enabled = torch._C._is_fwd_grad_enabled
 
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack
+_SELECTIVE_MODES = (torch_checkpoint._CachingTorchDispatchMode, torch_checkpoint._CachedTorchDispatchMode)
+
 # Opened by recompute_phase. Per process, not per thread: on CUDA the recompute runs in an autograd thread.
 _phases: list[Phase] = []
 
@@ -118,6 +135,11 @@ def current_phase() -> Phase | None:
             "Make the checkpointed function run the same layers each time."
         )
     return Phase(forward, owner[1])
+
+
+def in_recompute() -> bool:
+    """Whether this thread is in the recompute of a checkpointed forward, whatever that forward ran."""
+    return may_be_checkpointed() and (_recomputing_owner() is not None or bool(_phases))
 
 
 def _recomputing_owner() -> tuple[Any, Any] | None:
@@ -173,16 +195,23 @@ def _closure(function: Any, name: str) -> Any:
 
 
 def _reentrant_contexts() -> list[Any]:
-    """The ``ctx`` of each reentrant checkpoint whose first forward is under way in this thread, innermost first."""
+    """The ``ctx`` of each of torch's reentrant checkpoints whose first forward is under way in this thread, innermost first."""
+    return [ctx for ctx, is_checkpoint in _function_contexts() if is_checkpoint]
+
+
+def _function_contexts() -> list[tuple[Any, bool]]:
+    """(ctx, whether torch's checkpoint) of each autograd function whose forward is under way in this thread, innermost first."""
     if _is_fwd_grad_enabled():
         return []
     contexts, frame = [], sys._getframe(1)
     while frame is not None:
-        code = id(frame.f_code)
-        if code == _REENTRANT_FORWARD:
-            contexts.append(frame.f_locals["ctx"])
-        elif code in (_UNPACK, _REENTRANT_BACKWARD) or code in _BACKWARD_CALLS:
+        code = frame.f_code
+        if id(code) == _REENTRANT_FORWARD:
+            contexts.append((frame.f_locals["ctx"], True))
+        elif id(code) in (_UNPACK, _REENTRANT_BACKWARD) or id(code) in _BACKWARD_CALLS:
             break
+        elif code.co_name == "forward" and code.co_argcount and isinstance(ctx := frame.f_locals.get(code.co_varnames[0]), FunctionCtx):
+            contexts.append((ctx, False))
         frame = frame.f_back
     return contexts
 
@@ -191,16 +220,24 @@ def is_reentrant_forward() -> bool:
     """Whether this is the first forward of a reentrant checkpoint that will be repeated in a backward.
 
     Such a forward runs with grad mode off, inside an ``autograd.Function.forward``, which is where forward-mode grad is
-    off as well; under a user's ``no_grad`` it is on. Torch's own checkpoint tells more: called under ``no_grad`` its
-    node has no edges although an input requires grad, and nothing will ever be repeated.
+    off as well; under a user's ``no_grad`` it is on. The function's node tells more: called under ``no_grad`` it has no
+    edges although an input requires grad, and nothing will ever be repeated.
     """
     if torch.is_grad_enabled() or _is_fwd_grad_enabled() or torch.is_inference_mode_enabled():
         return False
-    contexts = _reentrant_contexts()
+    contexts = [ctx for ctx, _ in _function_contexts()]
     if not contexts or any(ctx.next_functions for ctx in contexts):
         return True
-    # Nested checkpoints never have edges; the outermost one speaks for all.
+    # Nested functions never have edges; the outermost one speaks for all.
     return not any(contexts[-1].needs_input_grad)
+
+
+def keep_with_graph(item: Any) -> None:
+    """Let ``item`` live as long as the graph that the autograd functions whose forward is under way will be part of."""
+    for ctx, _ in _function_contexts():
+        if getattr(ctx, _KEPT, None) is None:
+            setattr(ctx, _KEPT, set())
+        getattr(ctx, _KEPT).add(item)
 
 
 @contextmanager
@@ -211,3 +248,28 @@ def open_phase(forward: Forward) -> Iterator[None]:
         yield
     finally:
         _phases.pop()
+
+
+@contextmanager
+def unseen_by_selective_checkpoints() -> Iterator[None]:
+    """For work that a recompute does otherwise than its forward: amaxes are recorded once, a cast weight may be at hand.
+
+    A selective checkpoint counts the operations it sees and hands out what it kept by that count.
+    """
+    modes = _get_current_dispatch_mode_stack() if _num_dispatch_modes() else []
+    others = [mode for mode in modes if not isinstance(mode, _SELECTIVE_MODES)]
+    if len(others) == len(modes):
+        yield
+        return
+    _replace_modes(modes, others)
+    try:
+        yield
+    finally:
+        _replace_modes(others, modes)
+
+
+def _replace_modes(old: list[Any], new: list[Any]) -> None:
+    for _ in old:
+        _pop_mode()
+    for mode in new:
+        _push_mode(mode)

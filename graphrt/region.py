@@ -18,7 +18,16 @@ from typing import Any, NamedTuple
 import torch
 
 from graphrt.errors import FlushError
-from graphrt.recompute import Forward, Phase, current_phase, is_reentrant_forward, may_be_checkpointed, note_forward, open_phase
+from graphrt.recompute import (
+    Forward,
+    Phase,
+    current_phase,
+    is_reentrant_forward,
+    keep_with_graph,
+    may_be_checkpointed,
+    note_forward,
+    open_phase,
+)
 from graphrt.state import QuantizationState, Scales, registered_states
 
 __all__ = [
@@ -64,6 +73,9 @@ class RegionRecord:
         """Say that a forward in the region uses ``state``."""
         if is_training or state not in self.states:
             self.states[state] = is_training or self.states.get(state, False)
+            if is_training and not torch.is_grad_enabled():
+                # No node of a layer holds this record: a checkpoint with reentrant autograd will repeat the forward.
+                keep_with_graph(self)
 
     def scales(self, state: QuantizationState) -> Scales:
         """The scales of ``state`` in this region, also after its exit.
@@ -85,9 +97,9 @@ class RegionRecord:
         """Whether the region has exited."""
         return self._scales is not None
 
-    def close(self) -> None:
-        """Keep the scales for recomputes to come."""
-        self._scales = {state: state.copy_scales() for state in self.states}
+    def close(self, *, keep_scales: bool = True) -> None:
+        """Keep the scales for recomputes to come, unless there can be none."""
+        self._scales = {state: state.copy_scales() for state in self.states} if keep_scales else {}
 
 
 # Alive while an autograd graph, a checkpoint's note or a mark holds them: the forwards still in flight.
@@ -182,7 +194,8 @@ class Region(AbstractContextManager["Region"]):
         is_outermost = self._mode is not Mode.PLAIN and record is None
         if is_outermost:
             record = phase.forward.next_region(phase.token) if phase else self._open()
-            for forward in notes:
+            marked = [forward for forward, token in _open_marks.items() if token == (phase.token if phase else None)]
+            for forward in notes + marked:
                 forward.regions.append(record)
         entered = Context(self._mode, record, phase.token if phase else None, _graph_task_id())
         self._entries.append((entered, is_outermost and phase is None))
@@ -196,8 +209,6 @@ class Region(AbstractContextManager["Region"]):
         record = RegionRecord(self._mode, has_gradients, self._group)
         if has_gradients:
             _make_backward_due_everywhere(record)
-        for forward in _open_marks:
-            forward.regions.append(record)
         return record
 
     @_untraced
@@ -253,8 +264,9 @@ class ForwardMark:
         return self._forward
 
 
-# Marks taken outside any region: regions opened later belong to the marked forward.
-_open_marks: "weakref.WeakSet[Forward]" = weakref.WeakSet()
+# Marks taken outside any region, and the token of the recompute they were taken in: regions opened later, in the same
+# recompute or outside any, belong to the marked forward.
+_open_marks: "weakref.WeakKeyDictionary[Forward, Any]" = weakref.WeakKeyDictionary()
 
 
 def mark_forward() -> ForwardMark:
@@ -265,8 +277,8 @@ def mark_forward() -> ForwardMark:
     phase = current_phase()
     top = _stack[-1] if _stack else _OUTSIDE
     forward = Forward(top if phase is None else _context_in(phase))
-    if forward.ambient.record is None and phase is None:
-        _open_marks.add(forward)
+    if forward.ambient.record is None:
+        _open_marks[forward] = phase.token if phase else None
     return ForwardMark(forward)
 
 

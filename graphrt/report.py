@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, fields
 
+from graphrt.capture.runner import CaptureStats
+
 __all__ = ["TrainerReport"]
 
 
@@ -17,6 +19,7 @@ class TrainerReport:
     optimizer_outside_reason: str | None
     num_fp8_linears: int
     num_parameters: int
+    capture: CaptureStats | None = None
 
     @property
     def is_optimizer_in_step(self) -> bool:
@@ -24,11 +27,18 @@ class TrainerReport:
         return self.optimizer_outside_reason is None
 
     def __str__(self) -> str:
-        width = max(len(field.name) for field in fields(self))
-        return "\n".join(f"{field.name.replace('_', ' '):<{width}}  {_show(getattr(self, field.name))}" for field in fields(self))
+        rows = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "capture"}
+        if self.capture is not None:
+            rows.update({field.name: getattr(self.capture, field.name) for field in fields(self.capture)})
+        width = max(map(len, rows))
+        return "\n".join(f"{name.replace('_', ' '):<{width}}  {_show(value)}" for name, value in rows.items())
 
 
 def _show(value: object) -> str:
     if value is None:
         return "-"
+    if isinstance(value, dict):
+        return ", ".join(f"{count:,} {kind}" for kind, count in value.items()) or "-"
+    if isinstance(value, float):
+        return f"{value:.3f}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -76,25 +76,29 @@ class ModelSnapshot:
 class OptimizerSnapshot:
     """An optimizer's groups and state. State tensors are copied only if asked for, and then restored in place."""
 
-    state: dict[Any, dict[str, tuple[Any, Any]]]
+    state: list[tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]]  # parameter, its dict, what it held, copies of that
     groups: list[dict[str, Any]]
     has_values: bool
 
     @classmethod
     @torch.no_grad()
     def take(cls, optimizer: Optimizer, *, with_values: bool) -> "OptimizerSnapshot":
-        state = {
-            p: {key: (value, _copy(value) if with_values else None) for key, value in values.items()}
+        state = [
+            (p, values, dict(values), {key: _copy(value) for key, value in values.items()} if with_values else {})
             for p, values in optimizer.state.items()
-        }
+        ]
         return cls(state, [{**group, "params": list(group["params"])} for group in optimizer.param_groups], with_values)
 
     @torch.no_grad()
     def restore(self, optimizer: Optimizer) -> None:
-        for p in [p for p in optimizer.state if p not in self.state]:
+        kept = {p for p, *_ in self.state}
+        for p in [p for p in optimizer.state if p not in kept]:
             del optimizer.state[p]
-        for p, values in self.state.items():
-            optimizer.state[p] = {key: _put_back(value, saved) if self.has_values else value for key, (value, saved) in values.items()}
+        for p, values, held, copies in self.state:
+            # The same dict again: a captured step has looked at it.
+            optimizer.state[p] = values
+            values.clear()
+            values.update({key: _put_back(value, copies[key]) if self.has_values else value for key, value in held.items()})
         del optimizer.param_groups[len(self.groups) :]
         for group, saved in zip(optimizer.param_groups, self.groups, strict=True):
             group.clear()

@@ -28,7 +28,7 @@ from graphrt import kernels
 from graphrt.errors import FlushError
 from graphrt.guards import is_capturing, is_compiling, is_in_backward
 from graphrt.recipe import FP8_MAX, DelayedScaling
-from graphrt.recompute import current_phase
+from graphrt.recompute import in_recompute
 
 __all__ = ["QuantizationState", "Scales", "SlotCounts", "StateSnapshot", "blocking_guard", "num_ranks", "registered_states"]
 
@@ -45,15 +45,19 @@ def registered_states() -> list["QuantizationState"]:
     return [state for _, state in sorted(_registry.items())]
 
 
-def blocking_guard() -> str | None:
-    """Why a flush must not run now, as the end of a sentence; None when it may."""
+def blocking_guard(*, may_capture: bool = False) -> str | None:
+    """Why an update must not run now, as the end of a sentence; None when it may.
+
+    Args:
+        may_capture: the update is to become part of a graph that is being captured.
+    """
     if is_compiling():
         return "while torch.compile is tracing"
-    if current_phase() is not None:
+    if in_recompute():
         return "in the recompute phase of activation checkpointing"
     if is_in_backward():
         return "inside a running backward"
-    if is_capturing():
+    if is_capturing() and not may_capture:
         return "while a CUDA graph is being captured"
     return None
 
@@ -202,7 +206,7 @@ class QuantizationState:
     @property
     def in_recompute_phase(self) -> bool:
         """Whether the caller is inside the recompute of a checkpointed forward."""
-        return current_phase() is not None
+        return in_recompute()
 
     @property
     def scales(self) -> Scales:
@@ -262,8 +266,8 @@ class QuantizationState:
         Raises:
             FlushError: in the recompute phase, inside a running backward, or under torch.compile tracing.
         """
-        reason = blocking_guard()
-        if reason is not None and not is_capturing():
+        reason = blocking_guard(may_capture=True)
+        if reason is not None:
             raise FlushError(f"The scales cannot be updated {reason}. Call it between steps, or after the backward inside a capture.")
         self._update(FORWARD if forward else BACKWARD, self._group)
         if not forward:

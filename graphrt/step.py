@@ -6,6 +6,7 @@ does not), and when the body runs.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from graphrt.errors import GraphrtError
-from graphrt.optimizer import StepOptimizer
+from graphrt.optimizer import StepOptimizer, scale_
 from graphrt.region import Region
 from graphrt.state import QuantizationState
 
@@ -100,6 +101,7 @@ class StepBody:
     Attributes:
         max_grad_norm: 0-dim fp32 on the device, inf for no clipping; written by the host between steps.
         num_skipped: 0-dim int64 on the device, the steps skipped so far.
+        surroundings: entered around forward and backward, whoever issues them.
     """
 
     model: nn.Module
@@ -109,6 +111,7 @@ class StepBody:
     states: Sequence[QuantizationState]
     max_grad_norm: Tensor
     num_skipped: Tensor
+    surroundings: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def run(self, microbatches: Sequence[Any], region: Region) -> StepResult:
         """Forward and backward of all microbatches, scale updates, gradient norm, clipping and optimizer.
@@ -117,7 +120,7 @@ class StepBody:
             microbatches: what ``loss_fn`` gets, one after the other; ``region`` spans them all.
         """
         self.gradients.zero()
-        with region:
+        with self.surroundings(), region:
             loss, metrics = self._accumulate(microbatches)
         self.update_backward()
         return self._update(loss, metrics)
@@ -132,7 +135,7 @@ class StepBody:
         if self.optimizer.is_in_step:
             self.optimizer.apply(self._clip_coef(grad_norm), is_skipped)
         else:
-            torch._foreach_mul_(self.gradients.tensors(), self._clip_coef(grad_norm))
+            scale_(self.gradients.tensors(), self._clip_coef(grad_norm))
         self.num_skipped.add_(is_skipped)
         return StepResult(loss, grad_norm, is_skipped, metrics)
 
@@ -160,6 +163,11 @@ class StepBody:
         if not isinstance(metrics, dict) or not all(isinstance(value, Tensor) for value in metrics.values()):
             raise GraphrtError(f"loss_fn returned {_describe(metrics)} as metrics, expected a dict of tensors. Return (loss, dict).")
         return loss.reshape(()), metrics
+
+    def finish(self, result: StepResult) -> None:
+        """Run an optimizer that the body could not issue. One host read: whether the step is skipped."""
+        if not self.optimizer.is_in_step and not bool(result.skipped):
+            self.optimizer.optimizer.step()
 
     def update_backward(self) -> None:
         """Consume the backward requests of this step's own backwards."""

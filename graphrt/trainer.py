@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from graphrt import batch as batches
+from graphrt.capture.record_query import capture_answer
+from graphrt.capture.runner import CapturedRunner, Phase, StepGraph
 from graphrt.checkpointing import load_trainer_state, trainer_state_dict
 from graphrt.convert import quantization_state
 from graphrt.eager.autocast import FlushManager
 from graphrt.eager.runner import EagerRunner
-from graphrt.errors import GraphrtError
+from graphrt.errors import GraphrtError, StaticInputError
 from graphrt.linear import Float8Linear
 from graphrt.optimizer import StepOptimizer
 from graphrt.region import is_region_open
@@ -73,8 +75,8 @@ class Trainer:
         _refuse_unsupported(model, optimizer)
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.grad_accum_steps, self.warmup_steps, self.max_graphs = grad_accum_steps, warmup_steps, max_graphs
-        self._named = _named_parameters(model, optimizer)
-        self.device = _only_device(self._named)
+        self.named_parameters = _named_parameters(model, optimizer)
+        self.device = _only_device(self.named_parameters)
         self.mode = self._choose_mode(mode)
         self.state = quantization_state(model) if _is_converted(model) else None
         self._should_calibrate = calibrate and self.state is not None
@@ -84,6 +86,7 @@ class Trainer:
         self._max_grad_norm: float | None = None
         self._body = self._make_body()
         self._eager = EagerRunner(self._body)
+        self._captured = self.make_captured() if self.mode == "graph" else None
         self.max_grad_norm = max_grad_norm
 
     def _choose_mode(self, mode: str) -> str:
@@ -98,11 +101,35 @@ class Trainer:
             model=self.model,
             loss_fn=self.loss_fn,
             optimizer=StepOptimizer(self.optimizer, self.device),
-            gradients=Gradients(self._named),
+            gradients=Gradients(self.named_parameters),
             states=[] if self.state is None else [self.state],
             max_grad_norm=torch.full((), math.inf, device=self.device),
             num_skipped=torch.zeros((), dtype=torch.int64, device=self.device),
+            surroundings=self._surroundings,
         )
+
+    def make_captured(self) -> CapturedRunner:
+        """A runner for captured steps of this trainer's body, with graphs of its own."""
+        return CapturedRunner(
+            self._body,
+            self.device,
+            num_microbatches=self.grad_accum_steps,
+            num_warmup_steps=self.warmup_steps,
+            max_graphs=self.max_graphs,
+        )
+
+    @contextmanager
+    def _surroundings(self) -> Iterator[None]:
+        """What forward and backward of every step of this trainer see, so that all of them run one program.
+
+        Libraries ask whether a capture is under way and compute something else then: all steps get the captured answer.
+        On a CPU a compiled block is recorded as the operations it was compiled from, so every step runs those.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(capture_answer(True))
+            if self.mode == "graph" and self.device.type != "cuda":
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            yield
 
     # -- stepping
 
@@ -118,18 +145,73 @@ class Trainer:
             StaticInputError: the batch does not fit.
             GraphrtError: the trainer is closed, or the call is inside a region or torch.autocast.
         """
-        self._check_usable("step")
-        microbatches = batches.split(self._to_device(batch), self.grad_accum_steps)
-        self._body.gradients.attach()
-        with self._atomic():
-            FlushManager().flush()
-            self._calibrate_once(microbatches)
-            self._body.optimizer.refresh()
-            result = self._eager.step(microbatches)
+        self.check_usable("step")
+        batch = batches.plain(batch)
+        graph = self._select(batch)
+        if graph is None:
+            result = self.step_eager(batch)
+        else:
+            assert self._captured is not None
+            result = self._step_graph(self._captured, graph, batch)
         self.steps_taken += 1
         return result
 
-    def _check_usable(self, verb: str) -> None:
+    def _select(self, batch: Any) -> StepGraph | None:
+        """The graph that runs this step; None for a step that runs eagerly."""
+        if self._captured is None or self._is_forced_eager:
+            return None
+        graph = self._captured.select(batch)
+        if graph is None:
+            self._captured.stats.num_eager_fallbacks += 1
+        return graph
+
+    def step_eager(self, batch: Any) -> StepResult:
+        """One eager step on this trainer's state, not counted; the building block of `step`, for comparisons."""
+        microbatches = batches.split(self._to_device(batch), self.grad_accum_steps)
+        self._body.gradients.attach()
+        with self._atomic():
+            self._prepare(microbatches)
+            with self._on_step_stream():
+                result = self._eager.step(microbatches)
+        return result.clone()
+
+    def _on_step_stream(self) -> AbstractContextManager[None]:
+        """The capture stream, if there is one: autograd ties a parameter's accumulation to the stream of its first step."""
+        return nullcontext() if self._captured is None else self._captured.on_capture_stream()
+
+    def step_with(self, runner: CapturedRunner, batch: Any) -> StepResult:
+        """One step through another runner than the trainer's own, not counted; for comparisons."""
+        graph = runner.select(batch)
+        if graph is None:
+            raise StaticInputError("The batch has another shape than the one this runner captured. Pass batches of one shape.")
+        return self._step_graph(runner, graph, batch)
+
+    def _step_graph(self, runner: CapturedRunner, graph: StepGraph, batch: Any) -> StepResult:
+        """Warm up, capture or replay. A replay cannot fail after its checks, so nothing is copied for the case that it does."""
+        self._body.gradients.attach()
+        runner.check()
+        if graph.phase is Phase.REPLAY and self._body.optimizer.is_in_step:
+            FlushManager().flush()
+            self._body.optimizer.refresh()
+            return runner.step(graph, batch)
+        try:
+            with self._atomic():
+                self._prepare(batches.split(self._to_device(batch), self.grad_accum_steps))
+                result = runner.step(graph, batch)
+                self._body.finish(result)
+        except BaseException:
+            runner.drop_unused()
+            raise
+        return result.clone()
+
+    def _prepare(self, microbatches: list[Any]) -> None:
+        """What comes before a step: what others left pending, scales for the first one, the live hyper-parameters."""
+        FlushManager().flush()
+        self._calibrate_once(microbatches)
+        self._body.optimizer.refresh()
+
+    def check_usable(self, verb: str) -> None:
+        """Raise GraphrtError unless ``verb`` may be called here and now."""
         if self._is_closed:
             raise GraphrtError(f"{verb} was called on a closed Trainer. Make a new one.")
         if is_region_open():
@@ -143,9 +225,7 @@ class Trainer:
     @contextmanager
     def _atomic(self) -> Iterator[None]:
         """Put everything back if the block raises."""
-        snapshot = self._snapshot()
-        owned, num_skipped = dict(self._body.gradients.owned), self._body.num_skipped.clone()
-        should_calibrate = self._should_calibrate
+        snapshot, counts = self.snapshot(with_optimizer_values=not self._body.optimizer.is_in_step), self.save_counts()
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         try:
             yield
@@ -153,20 +233,28 @@ class Trainer:
             if stream is not None:
                 torch.cuda.set_stream(stream)
             snapshot.restore()
-            self._body.gradients.owned = owned
-            self._body.num_skipped.copy_(num_skipped)
-            self._should_calibrate = should_calibrate
+            self.restore_counts(counts)
             raise
 
-    def _snapshot(self) -> StepSnapshot:
+    def snapshot(self, *, with_optimizer_values: bool = True) -> StepSnapshot:
+        """A copy of everything a step may change, on the device."""
         return StepSnapshot.take(
             self.model,
-            self._named.values(),
+            self.named_parameters.values(),
             self.optimizer,
             self._body.states,
             self.device,
-            with_optimizer_values=not self._body.optimizer.is_in_step,
+            with_optimizer_values=with_optimizer_values,
         )
+
+    def save_counts(self) -> tuple[int, Tensor, bool, dict[str, Tensor]]:
+        """What a snapshot does not hold: counts, and which gradients the trainer owns."""
+        return self.steps_taken, self._body.num_skipped.clone(), self._should_calibrate, dict(self._body.gradients.owned)
+
+    def restore_counts(self, counts: tuple[int, Tensor, bool, dict[str, Tensor]]) -> None:
+        """Put back what `save_counts` returned."""
+        self.steps_taken, num_skipped, self._should_calibrate, self._body.gradients.owned = counts
+        self._body.num_skipped.copy_(num_skipped)
 
     def _calibrate_once(self, microbatches: list[Any]) -> None:
         """Scales from a pass in high precision, everything else as before; only for a state that never updated."""
@@ -175,8 +263,9 @@ class Trainer:
         self._should_calibrate = False
         if self.state.forward_updates or self.state.backward_updates:
             return
-        before = self._snapshot()
-        self._eager.calibrate(microbatches)
+        before = self.snapshot(with_optimizer_values=not self._body.optimizer.is_in_step)
+        with self._on_step_stream():
+            self._eager.calibrate(microbatches)
         before.restore(keep_states=True)
 
     def evaluate(self, batch: Any) -> Tensor:
@@ -185,7 +274,7 @@ class Trainer:
         Returns:
             0-dim tensor that the caller owns.
         """
-        self._check_usable("evaluate")
+        self.check_usable("evaluate")
         batch = self._to_device(batch)
         list(batches.leaves(batch))
         flags = [(module, module.training) for module in self.model.modules()]
@@ -256,12 +345,20 @@ class Trainer:
             optimizer=type(self.optimizer).__name__,
             optimizer_outside_reason=self._body.optimizer.reason_outside,
             num_fp8_linears=0 if self.state is None else len(self.state.slots) // 3,
-            num_parameters=sum(p.numel() for p in self._named.values()),
+            num_parameters=sum(p.numel() for p in self.named_parameters.values()),
+            capture=None if self._captured is None else self._captured.stats,
         )
 
+    def recapture(self) -> None:
+        """Drop all graphs: the next steps warm up and capture again, with everything as it is then."""
+        if self._captured is not None:
+            self._captured.close()
+
     def close(self) -> None:
-        """Let go of everything the trainer holds on the device; a second call does nothing."""
+        """Free graphs, static inputs and FP8 weights; a second call does nothing. Call it before a process group is destroyed."""
         self._is_closed = True
+        if self._captured is not None:
+            self._captured.close()
 
     def __enter__(self) -> "Trainer":
         return self

@@ -20,18 +20,12 @@ class EagerRunner:
     def step(self, microbatches: Sequence[Any]) -> StepResult:
         """One step; the optimizer runs inside the body where it can, by its own ``step()`` after it elsewhere."""
         result = self.body.run(microbatches, fp8_autocast())
-        self.finish(result)
+        self.body.finish(result)
         return result
-
-    def finish(self, result: StepResult) -> None:
-        """Run an optimizer that the body could not issue. One host read: whether the step is skipped."""
-        if self.body.optimizer.is_in_step or bool(result.skipped):
-            return
-        self.body.optimizer.optimizer.step()
 
     def calibrate(self, microbatches: Sequence[Any]) -> None:
         """Forward and backward in high precision, recording amaxes and turning them into scales; gradients are left behind."""
-        with fp8_autocast(calibrating=True):
+        with self.body.surroundings(), fp8_autocast(calibrating=True):
             for microbatch in microbatches:
                 loss, _ = self.body.evaluate(microbatch)
                 (loss / len(microbatches)).backward()
@@ -40,5 +34,5 @@ class EagerRunner:
     @torch.no_grad()
     def evaluate(self, batch: Any) -> torch.Tensor:
         """The loss of one batch with the scales as they are."""
-        with fp8_autocast():
+        with self.body.surroundings(), fp8_autocast():
             return self.body.evaluate(batch)[0]

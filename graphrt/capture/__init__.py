@@ -1,0 +1,1 @@
+"""The captured path: static inputs, warmup, capture and replay; the recorder where there is no GPU."""

@@ -1,0 +1,152 @@
+"""One captured CUDA graph: capture, replay, and what is in it.
+
+A capture executes nothing. It may fail half-way, and a failed one must leave the process as it was: the stream is left,
+garbage collection is on again, the generator is usable, and the pool is the same one that the next capture uses (torch
+leaks the private pool of an invalidated capture, so there is only ever one).
+"""
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, TypeVar
+
+import torch
+
+from graphrt.capture.cuda_rng import CudaRng, RngTrace
+from graphrt.errors import CaptureError
+
+__all__ = ["CapturedGraph", "capture"]
+
+T = TypeVar("T")
+
+
+class CapturedGraph:
+    """A captured step. Made by `capture`; replays on the current stream."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, rng: CudaRng) -> None:
+        self._graph: torch.cuda.CUDAGraph | None = graph
+        self._rng = rng
+        self.num_nodes_by_kind, self.kernel_names = _describe(graph)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of all kinds."""
+        return sum(self.num_nodes_by_kind.values())
+
+    def replay(self) -> None:
+        """Launch the graph on the current stream; the host does not wait."""
+        if self._graph is None:
+            raise CaptureError("This graph is closed. Capture the step again.")
+        self._rng.prepare_replay()
+        self._graph.replay()
+
+    def close(self) -> None:
+        """Free the graph; a second call does nothing."""
+        if self._graph is not None:
+            self._graph.reset()
+            self._graph = None
+
+
+def capture(body: Callable[[], T], *, stream: torch.cuda.Stream, pool: Any, rng_trace: RngTrace) -> tuple[CapturedGraph, T]:
+    """Capture what ``body`` enqueues, on ``stream`` and into ``pool``.
+
+    Args:
+        rng_trace: what the last warmup step did with the device's generator.
+
+    Returns:
+        The graph, and what ``body`` returned: tensors in the pool, not computed yet.
+
+    Raises:
+        Whatever ``body`` raised, or what the driver said of an operation that a graph cannot hold.
+    """
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    rng = CudaRng(rng_trace, stream.device)
+    rng.register(graph)
+    with ExitStack() as stack:
+        stack.enter_context(_no_garbage_collection())
+        stack.enter_context(_restoring_generator(stream.device))
+        torch.cuda.synchronize(stream.device)
+        stack.enter_context(torch.cuda.stream(stream))
+        # thread_local: a loader thread that pins memory meanwhile does not break the capture.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        with _ending(graph), rng.capturing():
+            out = body()
+    graph.instantiate()
+    return CapturedGraph(graph, rng), out
+
+
+@contextmanager
+def _ending(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    """End the capture in every case; the first error is the one that tells."""
+    try:
+        yield
+    except BaseException:
+        # An invalidated capture ends with an error of its own, which says less than the one under way.
+        with suppress(RuntimeError):
+            graph.capture_end()
+        raise
+    graph.capture_end()
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A collection during capture could free a graph or memory, which the driver refuses then."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
+def _restoring_generator(device: torch.device) -> Iterator[None]:
+    """After a failed capture torch's generator believes it is still being captured: give it its earlier state back."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    before = generator.clone_state()
+    try:
+        yield
+    except BaseException:
+        generator.graphsafe_set_state(before)
+        raise
+
+
+_KINDS = {
+    "CU_GRAPH_NODE_TYPE_KERNEL": "kernel",
+    "CU_GRAPH_NODE_TYPE_MEMCPY": "memcpy",
+    "CU_GRAPH_NODE_TYPE_MEMSET": "memset",
+    "CU_GRAPH_NODE_TYPE_EMPTY": "empty",
+}
+
+
+def _describe(graph: torch.cuda.CUDAGraph) -> tuple[dict[str, int], tuple[str, ...]]:
+    """(number of nodes by kind, names of the kernels in the order of launch)."""
+    from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
+
+    nodes = _call(driver.cuGraphGetNodes, graph.raw_cuda_graph(), _num_nodes(driver, graph))[0]
+    kinds = [_call(driver.cuGraphNodeGetType, node) for node in nodes]
+    counts = Counter(_KINDS.get(kind.name, "other") for kind in kinds)
+    names = [_kernel_name(driver, node) for node, kind in zip(nodes, kinds, strict=True) if kind.name == "CU_GRAPH_NODE_TYPE_KERNEL"]
+    return dict(counts), tuple(names)
+
+
+def _num_nodes(driver: Any, graph: torch.cuda.CUDAGraph) -> int:
+    return _call(driver.cuGraphGetNodes, graph.raw_cuda_graph())[1]
+
+
+def _kernel_name(driver: Any, node: Any) -> str:
+    params = _call(driver.cuGraphKernelNodeGetParams, node)
+    if int(params.func):
+        return _call(driver.cuFuncGetName, params.func).decode()
+    return _call(driver.cuKernelGetName, params.kern).decode()
+
+
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    """The results of a driver call without its status; one alone as it is."""
+    status, *results = function(*args)
+    if int(status):
+        raise CaptureError(f"{function.__name__} failed with {status.name}. The captured graph cannot be described.")
+    return results[0] if len(results) == 1 else results

@@ -1,0 +1,157 @@
+"""What a graph was captured with, checked before each replay: a graph knows addresses and constants, not names.
+
+The check compares object identities, addresses and flags, which takes tens of microseconds; only when something differs
+does it look for the name.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphrt.errors import CaptureError
+from graphrt.optimizer import TRACKED_KEYS
+from graphrt.step import StepBody
+
+__all__ = ["Fingerprint"]
+
+_RECAPTURE = "call trainer.recapture()"
+#: Keys of a parameter group that no optimizer reads in its update.
+_IGNORED_KEYS = {"params", "initial_lr", "max_lr", "min_lr", "param_names", "max_momentum", "base_momentum", *TRACKED_KEYS}
+
+
+class _Entry(NamedTuple):
+    """An object and where it is looked up: ``holder.get(key)``. Of tensors the address is compared too."""
+
+    name: str
+    holder: Any
+    key: Any
+    found: Any
+    advice: str
+
+
+class Fingerprint:
+    """Addresses of parameters, buffers, gradients and optimizer tensors; flags; hyper-parameters.
+
+    Args:
+        body: the step that was captured.
+    """
+
+    def __init__(self, body: StepBody) -> None:
+        self._body = body
+        self._entries = [*_model_entries(body), *_optimizer_entries(body), *_state_entries(body)]
+        self._getters: list[tuple[Callable[[Any], Any], Any]] = [(entry.holder.get, entry.key) for entry in self._entries]
+        self._objects = [entry.found for entry in self._entries]
+        self._present = [found for found in self._objects if isinstance(found, Tensor)]
+        self._addresses = list(map(Tensor.data_ptr, self._present))
+        self._modules = list(body.model.named_modules())
+        self._training = [module.training for _, module in self._modules]
+        self._parameters = list(body.gradients.named.items())
+        self._requires_grad = [p.requires_grad for _, p in self._parameters]
+        self._has_grad = [p.grad is not None for _, p in self._parameters]
+        self._groups = [_frozen(group) for group in body.optimizer.optimizer.param_groups]
+
+    def check(self) -> None:
+        """Raise unless everything is where and what it was.
+
+        Raises:
+            CaptureError: names what moved.
+        """
+        found = [get(key) for get, key in self._getters]
+        if not all(map(operator.is_, found, self._objects)) or list(map(Tensor.data_ptr, self._present)) != self._addresses:
+            self._name_moved()
+        if [module.training for _, module in self._modules] != self._training:
+            self._name_flag(self._modules, self._training, "training")
+        if [p.requires_grad for _, p in self._parameters] != self._requires_grad:
+            self._name_flag(self._parameters, self._requires_grad, "requires_grad")
+        if [p.grad is not None for _, p in self._parameters] != self._has_grad:
+            self._name_new_grad()
+        groups = self._body.optimizer.optimizer.param_groups
+        if len(groups) != len(self._groups) or any(_frozen(group) != saved for group, saved in zip(groups, self._groups, strict=True)):
+            self._name_group(groups)
+
+    def _name_moved(self) -> None:
+        addresses = iter(self._addresses)
+        for entry in self._entries:
+            found = entry.holder.get(entry.key)
+            address = next(addresses) if isinstance(entry.found, Tensor) else None
+            if found is not entry.found:
+                kind = "tensor" if isinstance(entry.found, Tensor) else "object"
+                raise CaptureError(f"{entry.name} is another {kind} than the one the step was captured with. {entry.advice}")
+            if address is not None and found.data_ptr() != address:
+                raise CaptureError(f"{entry.name} has moved to another address since the step was captured. {entry.advice}")
+
+    def _name_flag(self, named: list[tuple[str, Any]], saved: list[bool], flag: str) -> None:
+        for (name, owner), value in zip(named, saved, strict=True):
+            if getattr(owner, flag) != value:
+                raise CaptureError(
+                    f"{name or 'The model'}.{flag} is {getattr(owner, flag)}, but the step was captured with {value}. "
+                    f"Set it back, or {_RECAPTURE}."
+                )
+
+    def _name_new_grad(self) -> None:
+        for (name, p), had in zip(self._parameters, self._has_grad, strict=True):
+            if had != (p.grad is not None):
+                raise CaptureError(
+                    f"{name}.grad {'is gone' if had else 'has appeared'} since the step was captured, where it took "
+                    f"{'part' if had else 'no part'}. Set it back, or {_RECAPTURE}."
+                )
+
+    def _name_group(self, groups: list[dict[str, Any]]) -> None:
+        if len(groups) != len(self._groups):
+            raise CaptureError(
+                f"The optimizer has {len(groups)} param groups, but the step was captured with {len(self._groups)}. "
+                f"Add groups before the capture, or {_RECAPTURE}."
+            )
+        for i, (group, saved) in enumerate(zip(groups, self._groups, strict=True)):
+            now = _frozen(group)
+            for key in [*saved, *now]:
+                if now.get(key) != saved.get(key):
+                    raise CaptureError(
+                        f"optimizer.param_groups[{i}][{key!r}] is {group.get(key)!r}, but the step was captured with {saved.get(key)!r}, "
+                        f"which the graph holds. Set it back, or {_RECAPTURE}."
+                    )
+
+
+def _frozen(group: dict[str, Any]) -> dict[str, Any]:
+    """What of a group is baked into a graph: all but what follows at every step."""
+    frozen = {key: value for key, value in group.items() if key not in _IGNORED_KEYS}
+    return {**frozen, "number of params": len(group["params"])}
+
+
+def _model_entries(body: StepBody) -> list[_Entry]:
+    advice = f"Change it in place (copy_), or {_RECAPTURE}."
+    entries = []
+    for prefix, module in body.model.named_modules():
+        for kind in (module._parameters, module._buffers, module._modules):
+            entries += [_Entry(f"{prefix}.{key}" if prefix else key, kind, key, value, advice) for key, value in kind.items()]
+    owned = body.gradients.owned
+    entries += [_Entry(f"{name}.grad", owned, name, value, advice) for name, value in owned.items()]
+    return entries
+
+
+def _optimizer_entries(body: StepBody) -> list[_Entry]:
+    """The state of each parameter, and the dicts it is found through: Optimizer.load_state_dict makes new ones."""
+    advice = f"Load it with trainer.load_state_dict, which copies in place, or {_RECAPTURE}."
+    if not body.optimizer.is_in_step:
+        return []
+    optimizer = body.optimizer.optimizer
+    names = {id(p): name for name, p in body.gradients.named.items()}
+    entries = [_Entry("the optimizer's state", vars(optimizer), "state", optimizer.state, advice)]
+    for p, state in optimizer.state.items():
+        name = f"optimizer.state[{names.get(id(p), '?')}]"
+        entries.append(_Entry(name, optimizer.state, p, state, advice))
+        entries += [_Entry(f"{name}[{key!r}]", state, key, value, advice) for key, value in state.items() if isinstance(value, Tensor)]
+    return entries
+
+
+def _state_entries(body: StepBody) -> list[_Entry]:
+    advice = f"Move the model before training, or {_RECAPTURE}."
+    return [
+        _Entry(f"the quantization state's {key[1:]}", vars(state), key, value, advice)
+        for state in body.states
+        for key, value in vars(state).items()
+        if isinstance(value, torch.Tensor)
+    ]

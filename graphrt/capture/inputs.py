@@ -1,0 +1,146 @@
+"""Static inputs: the tensors a graph reads its batch from, and the check of what goes into them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphrt import batch as batches
+from graphrt.errors import StaticInputError
+
+__all__ = ["StaticInputs", "signature"]
+
+_NUM_STAGES = 2
+
+
+def signature(batch: Any) -> Any:
+    """Structure, shapes, dtypes and constants of a batch, as a hashable value: what a graph is keyed by."""
+    if isinstance(batch, Tensor):
+        return tuple(batch.shape), batch.dtype
+    if isinstance(batch, dict):
+        return tuple((key, signature(value)) for key, value in batch.items())
+    if isinstance(batch, list | tuple):
+        return type(batch).__name__, tuple(signature(value) for value in batch)
+    # 1, 1.0 and True are equal and hash alike, but make different kernels.
+    return type(batch).__name__, batch
+
+
+class StaticInputs:
+    """Copies of one batch's tensors at addresses that stay.
+
+    Args:
+        batch: the first batch; later ones must have its structure, shapes, dtypes and constants.
+        device: where the tensors go.
+    """
+
+    def __init__(self, batch: Any, device: torch.device) -> None:
+        self.device = device
+        self.signature = signature(batch)
+        self.batch = batches.map_tensors(lambda x: _static_like(x, device), batch)
+        self._tensors = [x for _, x in batches.leaves(self.batch) if isinstance(x, Tensor)]
+        self._stages: list[_PinnedStage] = []
+        self._num_copies = 0
+
+    def check(self, batch: Any) -> None:
+        """Raise unless ``batch`` fits.
+
+        Raises:
+            StaticInputError: names what differs, expected and got.
+        """
+        expected, got = dict(batches.leaves(self.batch)), dict(batches.leaves(batch))
+        for name in dict.fromkeys([*expected, *got]):
+            _check_name(name, expected.get(name, _MISSING), got.get(name, _MISSING))
+            _check_leaf(name, expected[name], got[name])
+        if signature(batch) != self.signature:
+            raise StaticInputError("The batch nests dicts, lists and tuples in another way than the captured one. Keep the structure.")
+
+    def copy_from(self, batch: Any) -> None:
+        """Copy a batch of this signature in, on the current stream, without waiting for the device.
+
+        The caller may refill host and device buffers as soon as this returns.
+        """
+        sources = list(_tensors(batch))
+        if self.device.type == "cuda" and any(not x.is_cuda for x in sources):
+            sources = self._stage(sources)
+        with torch.no_grad():
+            torch._foreach_copy_(self._tensors, sources, non_blocking=True)
+
+    def _stage(self, sources: list[Tensor]) -> list[Tensor]:
+        """Copy host tensors into pinned memory of our own: the device reads it after the caller has gone on."""
+        if len(self._stages) < _NUM_STAGES:
+            self._stages.append(_PinnedStage(sources))
+        stage = self._stages[self._num_copies % _NUM_STAGES]
+        self._num_copies += 1
+        return stage.fill(sources)
+
+    def note_copied(self) -> None:
+        """Say that the copies of the last `copy_from` are enqueued; a stage is filled again only after they ran."""
+        if self._stages:
+            self._stages[(self._num_copies - 1) % _NUM_STAGES].event.record()
+
+
+class _PinnedStage:
+    """One set of pinned host buffers, and the event after which they may be filled again."""
+
+    def __init__(self, sources: list[Tensor]) -> None:
+        self.buffers = [None if x.is_cuda else torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in sources]
+        self.event = torch.cuda.Event()
+
+    def fill(self, sources: list[Tensor]) -> list[Tensor]:
+        self.event.synchronize()
+        filled = []
+        for buffer, source in zip(self.buffers, sources, strict=True):
+            if buffer is None or source.is_cuda:
+                filled.append(source)
+            else:
+                filled.append(buffer.copy_(source))
+        return filled
+
+
+def _static_like(x: Tensor, device: torch.device) -> Tensor:
+    """Contiguous storage of our own; any strides of the caller's are copied from."""
+    return torch.empty(x.shape, dtype=x.dtype, device=device)
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, dict):
+        for value in batch.values():
+            yield from _tensors(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from _tensors(value)
+
+
+_MISSING = object()
+
+
+def _check_name(name: str, expected: Any, got: Any) -> None:
+    if got is _MISSING:
+        raise StaticInputError(f"{name} is missing, but the step was captured with it. Pass it, or call trainer.recapture().")
+    if expected is _MISSING:
+        raise StaticInputError(f"{name} is new, the step was captured without it. Leave it out, or call trainer.recapture().")
+
+
+def _check_leaf(name: str, expected: Any, got: Any) -> None:
+    if isinstance(expected, Tensor) and isinstance(got, Tensor):
+        if expected.shape != got.shape:
+            raise StaticInputError(
+                f"{name} has shape {list(got.shape)}, but the step was captured with {list(expected.shape)}. "
+                "Pad the batch, or call trainer.recapture()."
+            )
+        if expected.dtype != got.dtype:
+            raise StaticInputError(
+                f"{name} has dtype {got.dtype}, but the step was captured with {expected.dtype}. Convert it, or call trainer.recapture()."
+            )
+    elif isinstance(expected, Tensor) or isinstance(got, Tensor):
+        raise StaticInputError(
+            f"{name} is a {type(got).__name__}, but the step was captured with a {type(expected).__name__}. Pass the same kind."
+        )
+    elif type(expected) is not type(got) or expected != got:
+        raise StaticInputError(
+            f"{name} is {got!r}, but the step was captured with {expected!r}, which a graph freezes. "
+            "Pass it as a tensor, or call trainer.recapture()."
+        )

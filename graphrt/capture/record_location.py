@@ -1,0 +1,143 @@
+"""Where the user's code is: the innermost stack frame outside torch, graphrt and the standard library.
+
+A location is a code object and an instruction, so taking one costs no file access; path, line and source text are worked
+out when somebody reads them. The source is the expression that was being evaluated, not the whole line.
+"""
+
+import dis
+import functools
+import linecache
+import os
+import sys
+import sysconfig
+import threading
+from dataclasses import dataclass
+from itertools import islice
+from types import CodeType, FrameType
+
+import numpy
+import torch
+
+__all__ = ["Location", "find_location", "in_parentheses", "is_torch_frame", "issuing_frame"]
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_CAPTURE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_GRAPHRT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_NUMPY = os.path.dirname(numpy.__file__) + os.sep
+_PATHS = sysconfig.get_paths()
+_SITE_PACKAGES = tuple({_PATHS["purelib"] + os.sep, _PATHS["platlib"] + os.sep})
+_STDLIB = tuple({_PATHS["stdlib"] + os.sep, _PATHS["platstdlib"] + os.sep})
+# Frames between an operation and the code that issued it when a mode or a default device is active.
+_PASSING = tuple(_TORCH + name for name in ("_dynamo/eval_frame.py", "utils/_device.py", "overrides.py", "_compile.py"))
+_MAX_SOURCE = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """One instruction of the user's code. `str()` gives "file.py:42", the path relative to the working directory."""
+
+    code: CodeType
+    instruction: int  # byte offset, as in `frame.f_lasti`
+
+    @property
+    def path(self) -> str:
+        return self.code.co_filename
+
+    @property
+    def line(self) -> int:
+        return self._positions()[0]
+
+    @property
+    def source(self) -> str:
+        """The expression at this instruction on one line, or "" when the file cannot be read."""
+        first, last, start, end = self._positions()
+        lines = [linecache.getline(self.path, number) for number in range(first, last + 1)]
+        if not any(lines):
+            return ""
+        return _shorten(_cut(lines, start, end))
+
+    @property
+    def opname(self) -> str:
+        """Name of the bytecode instruction, for example "CALL" or "STORE_SUBSCR"."""
+        return dis.opname[self.code.co_code[self.instruction]]
+
+    def _positions(self) -> tuple[int, int, int | None, int | None]:
+        """First line, last line, and the columns in UTF-8 bytes at which the expression starts and ends."""
+        first, last, start, end = next(islice(self.code.co_positions(), self.instruction // 2, None), (None,) * 4)
+        line = first or self.code.co_firstlineno
+        return line, last or line, start, end
+
+    def __str__(self) -> str:
+        return f"{_short_path(self.path)}:{self.line}"
+
+
+def in_parentheses(location: Location | None) -> str:
+    """ " (train.py:42, loss.item())" to follow a statement, or "" for an unknown place."""
+    if location is None:
+        return ""
+    return f" ({', '.join(part for part in (str(location), location.source) if part)})"
+
+
+def find_location(owner: int | None = None) -> Location | None:
+    """The innermost location in the user's code, or None.
+
+    `owner` is the thread that runs the step: a CUDA backward issues its operations from a thread of the autograd engine,
+    which has no frame of the user's, while the owner waits in the call of `backward()`.
+    """
+    found = _search(sys._getframe(1))
+    if found is None and owner is not None and owner != threading.get_ident():
+        found = _search(sys._current_frames().get(owner))
+    return found
+
+
+def issuing_frame() -> FrameType | None:
+    """The frame that issued the operation being dispatched, whoever wrote it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_CAPTURE, *_PASSING)):
+        frame = frame.f_back
+    return frame
+
+
+def is_torch_frame(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_TORCH)
+
+
+def _search(frame: FrameType | None) -> Location | None:
+    inside: FrameType | None = None
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if _is_user_file(filename):
+            return Location(frame.f_code, frame.f_lasti)
+        if inside is None and filename.startswith(_GRAPHRT) and not filename.startswith(_CAPTURE):
+            inside = frame
+        frame = frame.f_back
+    return None if inside is None else Location(inside.f_code, inside.f_lasti)
+
+
+@functools.cache
+def _is_user_file(filename: str) -> bool:
+    if filename.startswith((_TORCH, _GRAPHRT, _NUMPY, "<frozen", "<__array_function__")):
+        return False
+    return filename.startswith(_SITE_PACKAGES) or not filename.startswith(_STDLIB)
+
+
+@functools.cache
+def _short_path(path: str) -> str:
+    for root in (*_SITE_PACKAGES, os.getcwd() + os.sep):
+        if path.startswith(root):
+            return path[len(root) :]
+    return os.path.basename(path)
+
+
+def _cut(lines: list[str], start: int | None, end: int | None) -> str:
+    if start is None or end is None:
+        return lines[0]
+    encoded = [line.encode() for line in lines]
+    encoded[-1] = encoded[-1][:end]
+    encoded[0] = encoded[0][start:]
+    return b"".join(encoded).decode(errors="replace")
+
+
+def _shorten(text: str) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= _MAX_SOURCE else flat[: _MAX_SOURCE - 3] + "..."

@@ -1,0 +1,352 @@
+"""The captured runner: warm up, capture, replay.
+
+One method, three branches in order. The first calls with a batch of some shape are warmup steps, real steps run eagerly on
+the capture stream; the next one captures the step body and replays it; every later one copies its batch into the static
+inputs and replays. Without a GPU the recorder takes the place of the CUDA graph, under the same rules.
+"""
+
+import enum
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from graphrt import batch as batches
+from graphrt import kernels
+from graphrt.capture.cuda_graph import capture
+from graphrt.capture.cuda_rng import RngTrace, observed_rng
+from graphrt.capture.fingerprint import Fingerprint
+from graphrt.capture.inputs import StaticInputs, signature
+from graphrt.capture.recorder import Recording, compare, record
+from graphrt.capture.region import CapturedRegion
+from graphrt.capture.results import StaticResults
+from graphrt.errors import CaptureError
+from graphrt.linear import Float8Linear
+from graphrt.step import StepBody, StepResult
+
+__all__ = ["CaptureStats", "CapturedRunner", "Phase", "StepGraph"]
+
+
+class Phase(enum.Enum):
+    """Where a batch shape is on its way to a graph."""
+
+    WARMUP = enum.auto()  # the next step runs eagerly, for real
+    CAPTURE = enum.auto()  # the next step is captured, then replayed
+    REPLAY = enum.auto()  # captured
+
+
+@dataclass
+class CaptureStats:
+    """Facts about the captures so far."""
+
+    num_graphs: int = 0
+    capture_s: float = 0.0
+    num_nodes_by_kind: dict[str, int] = field(default_factory=dict)
+    pool_bytes_before: int = 0
+    pool_bytes_after: int = 0
+    estimated_pool_bytes: int = 0
+    num_eager_fallbacks: int = 0
+
+
+class _Replayable(Protocol):
+    def replay(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class StepGraph:
+    """The step of one batch shape: its static inputs and results, its warmup, its graph."""
+
+    def __init__(self, runner: "CapturedRunner", batch: Any) -> None:
+        self.runner = runner
+        self.inputs = StaticInputs(batch, runner.device)
+        self.microbatches = batches.split(self.inputs.batch, runner.num_microbatches)
+        self.num_warmups = 0
+        self.results: StaticResults | None = None
+        self.observation: Recording | None = None
+        self.rng_trace = RngTrace()
+        self.graph: _Replayable | None = None
+
+    @property
+    def phase(self) -> Phase:
+        """What the next step of this shape is."""
+        if self.graph is not None:
+            return Phase.REPLAY
+        return Phase.CAPTURE if self.num_warmups >= self.runner.num_warmup_steps else Phase.WARMUP
+
+    def warm_up(self, batch: Any) -> StepResult:
+        """One real step, eagerly, on the capture stream; the last one is observed operation by operation."""
+        self.copy_inputs(batch)
+        is_last = self.num_warmups + 1 >= self.runner.num_warmup_steps
+        with self.runner.on_capture_stream(), self.runner.measuring_peak():
+            result = self._observe() if is_last and self.runner.can_observe else self.run_captured()
+        self.num_warmups += 1
+        return result
+
+    def _observe(self) -> StepResult:
+        with self.runner.observed_rng() as self.rng_trace:
+            self.observation, result = record(
+                self.run_captured, device_type=self.runner.device.type, on_module=self.runner.body.model, keep_outputs=False
+            )
+        return result
+
+    def run_body(self) -> StepResult:
+        """Issue the step on the static inputs."""
+        with self.runner.static_weights():
+            return self.runner.body.run(self.microbatches, CapturedRegion())
+
+    def run_captured(self) -> StepResult:
+        """Issue the step and leave its results where replays leave them."""
+        result = self.run_body()
+        if self.results is None:
+            self.results = StaticResults(result)
+        with torch.no_grad():
+            self.results.write(result)
+        return result
+
+    def run_observed(self) -> Recording | None:
+        """As `run_captured`, watched if the last warmup step was."""
+        if self.observation is None:
+            self.run_captured()
+            return None
+        return record(self.run_captured, device_type=self.runner.device.type, on_module=self.runner.body.model, keep_outputs=False)[0]
+
+    def copy_inputs(self, batch: Any) -> None:
+        """Copy a batch in, on the current stream."""
+        self.inputs.copy_from(batch)
+        self.inputs.note_copied()
+
+    def replay(self, batch: Any) -> StepResult:
+        """One step: copy the batch in, replay, copy the results out."""
+        assert self.graph is not None
+        assert self.results is not None
+        self.copy_inputs(batch)
+        self.graph.replay()
+        return self.results.read()
+
+    def close(self) -> None:
+        """Free the graph and everything it wrote to."""
+        if self.graph is not None:
+            self.graph.close()
+        if self.observation is not None:
+            self.observation.close()
+        self.graph = self.observation = self.results = None
+
+
+class CapturedRunner:
+    """Steps of a trainer, captured: one `StepGraph` a batch shape, one pool, one capture stream.
+
+    Args:
+        body: the step.
+        num_microbatches: parts a batch is split into.
+        num_warmup_steps: real eager steps before a capture.
+        max_graphs: batch shapes that get a graph.
+    """
+
+    def __init__(self, body: StepBody, device: torch.device, *, num_microbatches: int, num_warmup_steps: int, max_graphs: int) -> None:
+        self.body, self.device = body, device
+        self.num_microbatches, self.num_warmup_steps, self.max_graphs = num_microbatches, num_warmup_steps, max_graphs
+        self.stats = CaptureStats()
+        self.is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self.is_cuda else None
+        self._pool = torch.cuda.graph_pool_handle() if self.is_cuda else None
+        self._graphs: dict[Any, StepGraph] = {}
+        self._fingerprint: Fingerprint | None = None
+        self._static_weights: dict[Float8Linear, kernels.QuantizedTensor] = {}
+        self._peak_bytes = 0
+
+    # -- choosing
+
+    def select(self, batch: Any) -> StepGraph | None:
+        """The graph of this batch's shape, a new one if there is room; None beyond ``max_graphs``.
+
+        Raises:
+            StaticInputError: ``max_graphs`` is 1 and the batch differs from the captured one.
+        """
+        key = signature(batch)
+        try:
+            graph = self._graphs.get(key)
+        except TypeError:
+            list(batches.leaves(batch))
+            raise
+        if graph is None and len(self._graphs) >= self.max_graphs:
+            if self.max_graphs == 1:
+                next(iter(self._graphs.values())).inputs.check(batch)
+            return None
+        if graph is None:
+            graph = self._graphs[key] = StepGraph(self, batch)
+        return graph
+
+    def check(self) -> None:
+        """Raise CaptureError unless everything the graphs hold is where and what it was."""
+        if self._fingerprint is not None:
+            self._fingerprint.check()
+
+    def drop_unused(self) -> None:
+        """Forget shapes that have not completed a step: their first one failed."""
+        for key in [key for key, graph in self._graphs.items() if graph.num_warmups == 0]:
+            del self._graphs[key]
+
+    # -- running
+
+    def step(self, graph: StepGraph, batch: Any) -> StepResult:
+        """One step of ``graph``: warm up, or capture and replay, or replay."""
+        if graph.phase is Phase.WARMUP:
+            return graph.warm_up(batch)
+        if graph.phase is Phase.CAPTURE:
+            graph.copy_inputs(batch)
+            return self._capture(graph)
+        result = graph.replay(batch)
+        self._note_replay()
+        return result
+
+    def _note_replay(self) -> None:
+        for state in self.body.states:
+            state.note_replay()
+
+    def _capture(self, graph: StepGraph) -> StepResult:
+        start = time.perf_counter()
+        owned = set(self.body.gradients.owned)
+        capture_on = self._capture_cuda if self.is_cuda else self._capture_cpu
+        graph.graph, observation = capture_on(graph)
+        try:
+            self._check_capture(graph, observation, owned)
+        except BaseException:
+            graph.graph.close()
+            graph.graph = None
+            raise
+        self._fingerprint = Fingerprint(self.body)
+        self.stats.num_graphs += 1
+        self.stats.capture_s += time.perf_counter() - start
+        if self.is_cuda:
+            # A capture executes nothing, so the step it stands for is this replay.
+            graph.graph.replay()
+        self._note_replay()
+        assert graph.results is not None
+        return graph.results.read()
+
+    def _capture_cuda(self, graph: StepGraph) -> tuple[_Replayable, Recording | None]:
+        assert self._stream is not None
+        kernels.preload(self.device)
+        self._refuse_what_cannot_fit()
+        self.stats.pool_bytes_before = torch.cuda.memory_reserved(self.device)
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        try:
+            captured, observation = capture(graph.run_observed, stream=self._stream, pool=self._pool, rng_trace=graph.rng_trace)
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"The step could not be captured: {_first_line(error)} "
+                "Run it with trainer.eager(), or find the operation with graphrt check."
+            ) from error
+        self.stats.num_nodes_by_kind = captured.num_nodes_by_kind
+        self.stats.pool_bytes_after = torch.cuda.memory_reserved(self.device)
+        return captured, observation
+
+    def _capture_cpu(self, graph: StepGraph) -> tuple[_Replayable, Recording | None]:
+        """Record the step, which runs it for real."""
+        recording, _ = record(graph.run_captured, device_type="cpu", on_module=self.body.model)
+        self.stats.num_nodes_by_kind = {"operation": recording.num_nodes}
+        return recording, recording
+
+    def _check_capture(self, graph: StepGraph, observation: Recording | None, owned: set[str]) -> None:
+        """Refuse a graph that does not stand for the steps before it."""
+        new = [name for name in self.body.gradients.owned if name not in owned]
+        if new:
+            raise CaptureError(
+                f"{new[0]} got its first gradient in the step that was captured, after {self.num_warmup_steps} warmup steps without one. "
+                "Raise warmup_steps, or make every step use it."
+            )
+        if graph.observation is None or observation is None or self.num_warmup_steps < 2:
+            return
+        differences = compare(graph.observation, observation)
+        if differences:
+            raise CaptureError(str(differences[0]))
+        graph.observation.close()
+
+    # -- surroundings
+
+    @contextmanager
+    def on_capture_stream(self) -> Iterator[None]:
+        """Run on the capture stream, after what the current stream has, before what it gets."""
+        if self._stream is None:
+            yield
+            return
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)
+
+    @property
+    def can_observe(self) -> bool:
+        """Whether warmup steps may be watched operation by operation: compiled blocks would run as plain operations."""
+        return not self.is_cuda or not _has_compiled_parts(self.body)
+
+    def observed_rng(self) -> AbstractContextManager[RngTrace]:
+        """Record what the step does with the device's generator."""
+        return observed_rng(self.device) if self.is_cuda else nullcontext(RngTrace())
+
+    @contextmanager
+    def static_weights(self) -> Iterator[None]:
+        """FP8 weights go to storage of their own, outside the graph's pool."""
+        linears = [module for module in self.body.model.modules() if isinstance(module, Float8Linear)]
+        for linear in linears:
+            if linear not in self._static_weights:
+                dtype = linear.quantization_state.recipe.fp8_format.forward_dtype
+                self._static_weights[linear] = kernels.allocate(linear.weight.detach(), dtype, True)
+            linear.static_weight = self._static_weights[linear]
+        try:
+            yield
+        finally:
+            for linear in linears:
+                linear.static_weight = None
+
+    @contextmanager
+    def measuring_peak(self) -> Iterator[None]:
+        """Take the memory that the step needs beyond what is allocated, for the estimate before a capture."""
+        if not self.is_cuda:
+            yield
+            return
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        yield
+        self._peak_bytes = max(self._peak_bytes, torch.cuda.max_memory_allocated(self.device) - before)
+
+    def _refuse_what_cannot_fit(self) -> None:
+        self.stats.estimated_pool_bytes = self._peak_bytes
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(self.device)
+        if self._peak_bytes > free:
+            raise CaptureError(
+                f"Capturing needs about {self._peak_bytes / 2**30:.1f} GiB, the peak of a warmup step, "
+                f"and {free / 2**30:.1f} GiB are free. "
+                "Use a smaller microbatch (grad_accum_steps), activation checkpointing, or mode='eager'."
+            )
+
+    def close(self) -> None:
+        """Free all graphs, static inputs and FP8 weights; a second call does nothing."""
+        for graph in self._graphs.values():
+            graph.close()
+        self._graphs.clear()
+        self._static_weights.clear()
+        self._fingerprint = None
+
+
+def _has_compiled_parts(body: StepBody) -> bool:
+    def is_compiled(thing: Any) -> bool:
+        return getattr(thing, "_torchdynamo_orig_callable", None) is not None
+
+    compiled_module = getattr(torch._dynamo, "OptimizedModule", ()) if hasattr(torch, "_dynamo") else ()
+    return is_compiled(body.loss_fn) or any(
+        isinstance(module, compiled_module) or module._compiled_call_impl is not None or is_compiled(module.forward)
+        for module in body.model.modules()
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return (lines[0].rstrip(".") + ".") if lines else f"{type(error).__name__}."

@@ -1,0 +1,51 @@
+"""Runs the CUDA sources on a CPU: builds them with g++ against the emulation, and stands in for device.launch."""
+
+import ctypes
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from graphrt.kernels import compiler
+
+EMULATION = Path(__file__).parent / "emulation"
+Launch = Callable[[int, str, int, int, tuple[int | float, ...]], None]
+
+#: Every argument of a kernel takes 8 bytes.
+_CTYPES = {int: ctypes.c_longlong, float: ctypes.c_double}
+
+
+def is_available() -> bool:
+    return shutil.which("g++") is not None
+
+
+def build(source: str, folder: Path) -> ctypes.CDLL:
+    """The shared library of one source. -O1 with IEEE arithmetic: no contraction, no flush to zero."""
+    library = folder / f"{source}.so"
+    define = f'-DKERNEL_SOURCE="{compiler.SOURCES[source]}"'
+    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-w", f"-DIS_{source.upper()}"]
+    subprocess.run(["g++", *flags, define, str(EMULATION / "harness.cpp"), "-o", str(library)], check=True, timeout=120)
+    return ctypes.CDLL(str(library))
+
+
+def make_launch(libraries: list[ctypes.CDLL], *, is_reversed: bool) -> Launch:
+    """A function with the signature of ``graphrt.kernels.device.launch``; threads run in order, or in reverse."""
+
+    def launch(index: int, name: str, num_blocks: int, num_threads: int, args: tuple[int | float, ...]) -> None:
+        assert index == -1, "CPU tensors expected"
+        library = next(library for library in libraries if hasattr(library, name))
+        values = [_CTYPES[type(arg)](arg) for arg in args]
+        addresses = (ctypes.c_void_p * len(values))(*[ctypes.addressof(value) for value in values])
+        kernel = ctypes.cast(getattr(library, name), ctypes.c_void_p)
+        run = getattr(library, f"emulate_{_signature_of(name)}")
+        status = run(kernel, addresses, len(values), num_blocks, num_threads, int(is_reversed))
+        assert status == 0, f"{name} was launched with {len(values)} arguments"
+
+    return launch
+
+
+def _signature_of(name: str) -> str:
+    """The entry point whose emulation shares this one's signature."""
+    name = re.sub(r"_(bf16|fp16|fp32)_e\w+$", "_bf16_e4m3", name)
+    return re.sub(r"_(bf16|fp16|fp32)$", "_bf16", name)
