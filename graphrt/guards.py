@@ -7,7 +7,11 @@ names of torch, so that libraries see a capture, does not change them.
 
 import torch
 
-__all__ = ["is_capturing", "is_compiling", "is_in_backward"]
+__all__ = ["is_capturing", "is_compiling", "is_in_backward", "untraced"]
+
+#: Decorator: torch.compile never traces the function; the graph breaks there, and under fullgraph=True that raises.
+#: torch's own lazy form of torch.compiler.disable, which would import the compiler with graphrt.
+untraced = torch._disable_dynamo
 
 # Absent on builds without CUDA, where nothing can be capturing.
 _is_stream_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)

@@ -14,10 +14,13 @@ from pathlib import Path
 
 from graphrt.errors import GraphrtError
 
-__all__ = ["SOURCES", "cache_dir", "compile_source", "load_or_compile"]
+__all__ = ["COMMON", "SOURCES", "cache_dir", "compile_source", "load_or_compile", "source_text"]
 
 #: source name -> file; the kernels of each are found by their names.
-SOURCES = {name: Path(__file__).parent / f"{name}.cu" for name in ("quantize", "scale_update")}
+SOURCES = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.cu"))}
+
+#: What stands in front of every source.
+COMMON = Path(__file__).parent / "common.cuh"
 
 #: Fast math stays off: the scale update divides as IEEE says and keeps subnormals.
 _STANDARD = "c++17"
@@ -53,10 +56,15 @@ def compile_source(source: str, name: str, arch: str, *, ptxas_options: tuple[st
     return cubin, log.getvalue()
 
 
+def source_text(name: str) -> str:
+    """The whole text of the source ``name``, as it is compiled."""
+    return f"{COMMON.read_text()}\n#line 1 \"{name}.cu\"\n{SOURCES[name].read_text()}"
+
+
 @functools.cache
 def load_or_compile(name: str, arch: str) -> bytes:
     """The cubin of the source ``name``, from the disk cache if it holds it."""
-    source = SOURCES[name].read_text()
+    source = source_text(name)
     path = cache_dir() / f"{name}-{arch}-{_cache_key(source, arch)}.cubin"
     cubin = _read(path)
     if cubin is None:

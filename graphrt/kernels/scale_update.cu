@@ -4,10 +4,7 @@
 // staging value alone, so the roll is one pass: read row i + 1 of a chunk of rows into registers, wait for the block,
 // write them as row i. A chunk never reads a row that an earlier chunk wrote. The maximum falls out of the same reads.
 //
-// Every kernel argument is 8 bytes wide: a launcher can pass plain integers and floats. There is no #include.
-
-typedef unsigned int u32;
-typedef long long i64;
+// Every kernel argument is 8 bytes wide: a launcher can pass plain integers and floats. common.cuh stands in front of this text.
 
 constexpr int kSlots = 8;
 constexpr int kThreads = 1024;

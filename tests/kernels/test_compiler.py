@@ -47,7 +47,7 @@ def resource_usage(log: str) -> dict[str, tuple[int, int]]:
 
 @pytest.mark.parametrize("source", compiler.SOURCES)
 def test_sources_compile_for_sm_90_without_spills(source):
-    text = compiler.SOURCES[source].read_text()
+    text = compiler.source_text(source)
     assert "#include" not in text.replace("There is no #include", "")
     cubin, log = compiler.compile_source(text, source, "sm_90", ptxas_options=("-v",))
     assert "warning" not in log

@@ -1,8 +1,9 @@
-// Built once per source: -DKERNEL_SOURCE="\"....cu\"". Kernels are called like the driver does: an address for each argument.
+// Built once per source, with the paths of its files as KERNEL_... macros. Kernels are called like the driver does: an address for each argument.
 #include "cuda_emulation.h"
 
 #include <utility>
 
+#include KERNEL_COMMON
 #include KERNEL_SOURCE
 
 template <typename... Args, size_t... I>
@@ -24,10 +25,5 @@ static int run_if_count(void (*kernel)(Args...), void** args, int num_args, int 
         return run_if_count(reinterpret_cast<decltype(&like)>(kernel), args, num_args, num_blocks, num_threads, is_reversed); \
     }
 
-#ifdef IS_QUANTIZE
-EMULATE(graphrt_quantize_transpose_bf16_e4m3)
-EMULATE(graphrt_quantize_rows_bf16_e4m3)
-EMULATE(graphrt_record_amax_bf16)
-#else
-EMULATE(graphrt_update_scales)
-#endif
+// The entry points of this source, or one for each signature among them.
+#include KERNEL_SIGNATURES

@@ -1,0 +1,199 @@
+"""The command line. Commands import what they need when they run, so that help and mistakes are answered quickly."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from graphrt.presets import PRESETS
+from graphrt.settings import InputError, change_settings, make_settings
+
+__all__ = ["app", "main"]
+
+_INPUT_EXIT_CODE = 2
+_FAILURE_EXIT_CODE = 1
+_ABORT_EXIT_CODE = 130
+
+app = typer.Typer(
+    name="graphrt",
+    help="Train static-shape language models in FP8, the whole step as one CUDA graph.\n\nStart with: graphrt train --out runs/first",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_TRAIN_HELP = """Train a Llama-style language model on text, in FP8.
+
+Without options: the tiny preset on the documentation that ships with Python, a minute or two on two CPU cores.
+
+Examples:
+
+  graphrt train --out runs/first
+
+  graphrt train --text docs/ --text 'src/**/*.py' --out runs/mine
+
+  graphrt train --preset 1b --tokens corpus.bin --steps 20000 --out runs/1b
+
+  graphrt train --out runs/1b --resume
+
+Ctrl-C stops after the current step with a checkpoint; --resume goes on from there, bit for bit. The run folder holds settings.json,
+metrics.jsonl, checkpoint.pt, slots.json and loss.png.
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: arguments without the program's name; those of the process by default.
+
+    Returns:
+        The exit code: 0; 1 for a failure on the way; 2 for bad input; 128 + n after a stop by signal n.
+    """
+    try:
+        return app(args=argv, prog_name="graphrt", standalone_mode=False) or 0
+    except InputError as error:
+        return _complain(str(error), _INPUT_EXIT_CODE)
+    except Exception as error:
+        # The command-line library's own errors, whose base class has no public name, know how to say what was wrong.
+        format_message: Callable[[], str] | None = getattr(error, "format_message", None)
+        if format_message is None:
+            raise
+        return _complain(_one_line(format_message()), _INPUT_EXIT_CODE) if format_message() else _INPUT_EXIT_CODE
+
+
+def _complain(message: str, exit_code: int) -> int:
+    print(f"graphrt: {message}", file=sys.stderr)
+    return exit_code
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message.split()).rstrip(".") + ". Run graphrt train --help for the options."
+
+
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        from importlib.metadata import version
+
+        print(f"graphrt {version('graphrt')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    _: Annotated[bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_show_version)] = False,
+) -> None:
+    """Options before the command."""
+
+
+@app.command()
+def presets() -> None:
+    """List the models that --preset names."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    table.add_column("preset")
+    for name in ("layers", "width", "heads", "ffn", "vocab", "tokens/step", "parameters"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, preset in PRESETS.items():
+        shape = preset.shape
+        sizes = (shape.num_layers, shape.width, shape.num_heads, shape.ffn, shape.vocab)
+        tokens = f"{preset.batch_size}x{preset.seq_len}"
+        table.add_row(name, *map(str, sizes), tokens, f"{shape.num_parameters / 1e6:.1f} M")
+    console = Console()
+    console.print(table)
+    for name, preset in PRESETS.items():
+        console.print(f"{name}: {preset.about}", highlight=False)
+
+
+def _option(*names: str, help: str, default: str, metavar: str | None = None, panel: str = "Options") -> Any:
+    # Defaults are words, not values: a resumed run must know which options were given.
+    return typer.Option(*names, help=help, show_default=default, metavar=metavar, rich_help_panel=panel)
+
+
+_DATA, _TRAINING, _RUNNING, _FOLDER = "Data", "Training", "How to run", "Run folder"
+
+
+@app.command(help=_TRAIN_HELP)
+def train(
+    text: Annotated[
+        list[str] | None,
+        _option("--text", help="File, directory or glob of text; bytes are tokens. Repeatable.", default="Python's docs", panel=_DATA),
+    ] = None,
+    files: Annotated[
+        list[str] | None, typer.Argument(help="More files for --text, as a shell's glob gives them.", show_default=False)
+    ] = None,
+    tokens: Annotated[
+        str | None, _option("--tokens", help="File of bare token numbers, memory-mapped.", default="text", panel=_DATA)
+    ] = None,
+    token_dtype: Annotated[
+        str | None,
+        _option(help="Of --tokens; auto is uint16 up to a vocabulary of 65536.", default="auto", metavar="auto|uint16|uint32", panel=_DATA),
+    ] = None,
+    vocab_size: Annotated[int | None, _option(help="Number of tokens the model knows.", default="the preset's", panel=_DATA)] = None,
+    preset: Annotated[
+        str | None, _option("--preset", help="Model; `graphrt presets` lists them.", default="tiny", metavar="|".join(PRESETS))
+    ] = None,
+    steps: Annotated[int | None, _option(help="Optimizer steps in all.", default="the preset's", panel=_TRAINING)] = None,
+    batch_size: Annotated[int | None, _option(help="Sequences per optimizer step.", default="the preset's", panel=_TRAINING)] = None,
+    seq_len: Annotated[int | None, _option(help="Tokens per sequence, a multiple of 16.", default="the preset's", panel=_TRAINING)] = None,
+    grad_accum: Annotated[int | None, _option(help="Microbatches a batch is split into.", default="1", panel=_TRAINING)] = None,
+    lr: Annotated[float | None, _option(help="Highest learning rate; falls to a tenth.", default="the preset's", panel=_TRAINING)] = None,
+    warmup: Annotated[
+        int | None, _option(help="Steps over which the learning rate rises.", default="a tenth of the steps, at most 100", panel=_TRAINING)
+    ] = None,
+    seed: Annotated[int | None, _option(help="Of weights and batches.", default="0", panel=_TRAINING)] = None,
+    precision: Annotated[
+        str | None, _option(help="Of the blocks' linears.", default="fp8", metavar="fp8|bf16|fp32", panel=_RUNNING)
+    ] = None,
+    checkpointing: Annotated[
+        str | None, _option(help="Recompute each block in the backward.", default="none", metavar="none|block", panel=_RUNNING)
+    ] = None,
+    mode: Annotated[
+        str | None,
+        _option(help="Capture the step, or run it kernel by kernel.", default="auto", metavar="auto|graph|eager", panel=_RUNNING),
+    ] = None,
+    device: Annotated[str | None, _option(help="cpu, cuda or cuda:N.", default="cuda if there is one", panel=_RUNNING)] = None,
+    out: Annotated[Path | None, _option("--out", help="Run folder; must be new.", default="runs/PRESET", panel=_FOLDER)] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.", rich_help_panel=_FOLDER)] = False,
+    eval_every: Annotated[int | None, _option(help="Steps between validations.", default="a fifth of the steps", panel=_FOLDER)] = None,
+    save_every: Annotated[int | None, _option(help="Steps between checkpoints.", default="as --eval-every", panel=_FOLDER)] = None,
+    all_slots: Annotated[bool, typer.Option("--all-slots", help="Show every FP8 slot at the end.", rich_help_panel=_FOLDER)] = False,
+) -> None:
+    if files and not text:
+        raise InputError(f"{files[0]!r} is not an option. Text files go after --text.")
+    options = {
+        "preset": preset, "text": tuple(text or ()) + tuple(files or ()), "tokens": tokens, "token_dtype": token_dtype,
+        "vocab_size": vocab_size, "seq_len": seq_len, "batch_size": batch_size, "grad_accum": grad_accum, "steps": steps, "lr": lr,
+        "warmup": warmup, "seed": seed, "precision": precision, "checkpointing": checkpointing, "mode": mode, "device": device,
+        "eval_every": eval_every, "save_every": save_every,
+    }  # fmt: skip
+    raise typer.Exit(_run_training(options, out or Path("runs") / (preset or "tiny"), resume, all_slots))
+
+
+def _run_training(options: dict[str, Any], out: Path, resume: bool, all_slots: bool) -> int:
+    import torch
+    from rich.console import Console
+
+    from graphrt.errors import GraphrtError
+    from graphrt.runfolder import RunFolder
+    from graphrt.train import train as run
+
+    folder = RunFolder(out)
+    settings = change_settings(folder.load_settings(), options) if resume else make_settings(options)
+    try:
+        return run(settings, folder, Console(), resume=resume, show_all_slots=all_slots)
+    except KeyboardInterrupt:
+        remedy = f"Run graphrt train --out {out} --resume to go on from the last checkpoint." if folder.checkpoint_file.exists() else ""
+        return _complain(f"Aborted. {remedy or 'There is no checkpoint yet: start a new run.'}", _ABORT_EXIT_CODE)
+    except torch.OutOfMemoryError:
+        remedy = "Use a smaller --batch-size, a larger --grad-accum, or --checkpointing block."
+        return _complain(f"The GPU has too little memory for this run. {remedy}", _FAILURE_EXIT_CODE)
+    except GraphrtError as error:
+        return _complain(f"{type(error).__name__}: {error}", _FAILURE_EXIT_CODE)
+    except OSError as error:
+        return _complain(f"{error.filename or out} cannot be written: {error.strerror or error}.", _FAILURE_EXIT_CODE)

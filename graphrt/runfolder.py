@@ -1,0 +1,184 @@
+"""The folder of a run: settings.json, metrics.jsonl, checkpoint.pt, slots.json, loss.png.
+
+Files are written beside their place and moved there whole, so that a stop at any moment leaves the last good one.
+"""
+
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphrt.settings import InputError, Settings
+
+__all__ = ["RunFolder"]
+
+_CHECKPOINT_KEYS = {"format", "step", "shape", "corpus", "trainer"}
+_FORMAT = 1
+_PLOT_REMEDY = "No loss curve: matplotlib is not installed. pip install 'graphrt[plot]' adds it."
+
+
+class RunFolder:
+    """Where a run keeps what it writes.
+
+    Args:
+        path: the folder. Nothing is made or read until a method is called.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.settings_file = path / "settings.json"
+        self.metrics_file = path / "metrics.jsonl"
+        self.checkpoint_file = path / "checkpoint.pt"
+        self.slots_file = path / "slots.json"
+        self.plot_file = path / "loss.png"
+
+    def check_new(self) -> None:
+        """Refuse a folder that is already there or cannot be made, without making it.
+
+        Raises:
+            InputError: it exists and is not an empty folder, or its parent cannot be written.
+        """
+        if os.path.lexists(self.path) and not (self.path.is_dir() and not any(self.path.iterdir())):
+            remedy = "Go on with it by --resume, or choose another --out." if self.checkpoint_file.exists() else "Choose another --out."
+            raise InputError(f"{self.path} exists already. {remedy}")
+        parent = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
+        if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
+            raise InputError(f"{self.path} cannot be made: {parent} is no folder that can be written. Choose another --out.")
+
+    def create(self, settings: Settings) -> None:
+        """Make the folder and write the settings.
+
+        Raises:
+            InputError: the file system refuses.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._write(self.settings_file, settings.to_json())
+        except OSError as error:
+            raise InputError(f"{self.path} cannot be written: {error.strerror}. Choose another --out.") from error
+
+    def save_settings(self, settings: Settings) -> None:
+        """Write the settings again, after a resume changed some."""
+        self._write(self.settings_file, settings.to_json())
+
+    def load_settings(self) -> Settings:
+        """The settings of the run to resume.
+
+        Raises:
+            InputError: there is no run here, or no checkpoint, or it cannot be written on.
+        """
+        for file in (self.settings_file, self.checkpoint_file):
+            if not file.is_file():
+                raise InputError(f"{self.path} has no {file.name} to resume from. Check --out, or leave out --resume to start a new run.")
+        if not os.access(self.path, os.W_OK | os.X_OK):
+            raise InputError(f"{self.path} cannot be written. Change its permissions to resume the run.")
+        try:
+            return Settings.from_json(self.settings_file.read_text(encoding="utf-8"), self.settings_file)
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{self.settings_file} cannot be read: {error}. Start a new run with another --out.") from error
+
+    def save_checkpoint(self, step: int, settings: Settings, corpus: str, trainer_state: Mapping[str, Any]) -> None:
+        """Replace the checkpoint by one after `step` steps, at once.
+
+        Args:
+            step: number of optimizer steps done.
+            settings: of the run.
+            corpus: fingerprint of the text.
+            trainer_state: `Trainer.state_dict()`.
+        """
+        checkpoint = {"format": _FORMAT, "step": step, "shape": str(settings.shape), "corpus": corpus, "trainer": trainer_state}
+        with _replacing(self.checkpoint_file) as temporary:
+            try:
+                torch.save(checkpoint, temporary)
+            except RuntimeError as error:  # how torch says that the disk is full
+                raise OSError(errno.ENOSPC, "the disk may be full", str(self.checkpoint_file)) from error
+
+    def load_checkpoint(self, settings: Settings, corpus: str) -> dict[str, Any]:
+        """The checkpoint, with its tensors on the CPU.
+
+        Raises:
+            InputError: it is cut short, of another model, or of a run on other text.
+        """
+        file, restart = self.checkpoint_file, "Start a new run with another --out."
+        try:
+            checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # torch raises whatever its zip and pickle readers do
+            raise InputError(f"{file} cannot be read: it is cut short or no checkpoint. {restart}") from error
+        if not isinstance(checkpoint, dict) or not checkpoint.keys() >= _CHECKPOINT_KEYS or checkpoint["format"] != _FORMAT:
+            raise InputError(f"{file} is not a checkpoint of graphrt train, format {_FORMAT}. {restart}")
+        if checkpoint["shape"] != str(settings.shape):
+            raise InputError(f"{file} is of another model: it has {checkpoint['shape']}, the run {settings.shape}. {restart}")
+        if checkpoint["corpus"] != corpus:
+            raise InputError(f"The text has changed since {file} was written: it was {checkpoint['corpus']}, it is {corpus}. {restart}")
+        return checkpoint
+
+    def append_metrics(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Add a line of JSON for each row to metrics.jsonl."""
+        with open(self.metrics_file, "a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The rows so far; a last line that was cut short is left out."""
+        rows = []
+        if self.metrics_file.exists():
+            for line in self.metrics_file.read_text(encoding="utf-8").splitlines():
+                with contextlib.suppress(json.JSONDecodeError):
+                    rows.append(json.loads(line))
+        return rows
+
+    def drop_metrics_after(self, step: int) -> None:
+        """Forget rows of steps that a resumed run does again."""
+        rows = [row for row in self.read_metrics() if row["step"] <= step]
+        self._write(self.metrics_file, "".join(json.dumps(row) + "\n" for row in rows))
+
+    def save_slots(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Write one JSON object a slot."""
+        self._write(self.slots_file, json.dumps(list(rows), indent=2) + "\n")
+
+    def plot_loss(self, unit: str, nats_per_unit: float) -> str:
+        """Draw training and validation loss over steps.
+
+        Args:
+            unit: of the vertical axis, such as "bits per byte".
+            nats_per_unit: what a loss in nats is divided by.
+
+        Returns:
+            One line to show: where the curve is, or what to install for one.
+        """
+        try:
+            from matplotlib.backends.backend_agg import FigureCanvasAgg
+            from matplotlib.figure import Figure
+        except ImportError:
+            return _PLOT_REMEDY
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.add_subplot(xlabel="step", ylabel=unit, title=self.path.name)
+        rows = self.read_metrics()
+        for key, label, marker in (("loss", "training", ""), ("val_loss", "validation", "o")):
+            points = [(row["step"], row[key] / nats_per_unit) for row in rows if row.get(key) is not None]
+            axes.plot([step for step, _ in points], [loss for _, loss in points], label=label, marker=marker, linewidth=1)
+        axes.grid(alpha=0.3)
+        axes.legend()
+        with _replacing(self.plot_file) as temporary:
+            figure.savefig(temporary, format="png", dpi=120)
+        return f"Loss curve: {self.plot_file}"
+
+    def _write(self, file: Path, text: str) -> None:
+        with _replacing(file) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _replacing(file: Path) -> Iterator[Path]:
+    """A name to write to; what is there takes the file's place when the body ends well, and goes when it does not."""
+    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, file)
+    finally:
+        temporary.unlink(missing_ok=True)

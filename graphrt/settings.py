@@ -1,0 +1,190 @@
+"""The settings of a run: what the options say, what the preset fills in, and what can be refused before anything is made.
+
+No torch here: a mistyped option is answered at once.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from graphrt.presets import PRESETS, ModelShape
+
+__all__ = ["CHOICES", "InputError", "Settings", "change_settings", "make_settings"]
+
+
+class InputError(ValueError):
+    """What the user gave cannot be used: one sentence that names it, one of remedy. Nothing was written."""
+
+
+CHOICES = {
+    "precision": ("fp8", "bf16", "fp32"),
+    "checkpointing": ("none", "block"),
+    "mode": ("auto", "graph", "eager"),
+    "token_dtype": ("auto", "uint16", "uint32"),
+}
+
+_COUNTS = ("vocab_size", "seq_len", "batch_size", "grad_accum", "steps", "eval_every", "save_every")
+#: What may differ when a run is resumed: none of these changes which batches or which model it trains.
+_CHANGEABLE = ("steps", "eval_every", "save_every", "mode", "device", "checkpointing")
+_TOKEN_MULTIPLE = 16  # of the contraction dimension of an FP8 GEMM
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides what a run computes. Sequence lengths in tokens, batch sizes in sequences."""
+
+    preset: str
+    text: tuple[str, ...]  # absolute paths and patterns; empty for the default text
+    tokens: str | None
+    token_dtype: str
+    vocab_size: int
+    seq_len: int
+    batch_size: int  # per optimizer step, all microbatches together
+    grad_accum: int
+    steps: int
+    lr: float
+    warmup: int  # steps over which the learning rate rises
+    seed: int
+    precision: str
+    checkpointing: str
+    mode: str
+    device: str
+    eval_every: int
+    save_every: int
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model's dimensions."""
+        return replace(PRESETS[self.preset].shape, vocab=self.vocab_size)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Number of tokens one optimizer step sees."""
+        return self.batch_size * self.seq_len
+
+    def to_json(self) -> str:
+        """One JSON object, a field a line."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, file: Path) -> "Settings":
+        """What `to_json` wrote.
+
+        Raises:
+            InputError: the text is something else.
+        """
+        try:
+            values = json.loads(text)
+            if set(values) != {field.name for field in fields(cls)}:
+                raise ValueError("fields are missing or unknown")
+            return _checked(cls(**{**values, "text": tuple(values["text"])}))
+        except (ValueError, TypeError, KeyError) as error:
+            raise InputError(f"{file} does not hold the settings of a run: {error} Start a new run with another --out.") from error
+
+
+def make_settings(options: Mapping[str, Any]) -> Settings:
+    """Settings from the options given; the preset and the defaults fill in the rest.
+
+    Args:
+        options: values by field name; None, or an empty tuple, for an option left out.
+
+    Raises:
+        InputError: an option's value cannot be used, or two contradict each other.
+    """
+    given = _given(options)
+    name = given.get("preset", "tiny")
+    if name not in PRESETS:
+        raise InputError(f"There is no preset {name!r}. Choose one of {', '.join(PRESETS)}.")
+    preset = PRESETS[name]
+    steps = given.get("steps", preset.steps)
+    is_count = isinstance(steps, int) and steps > 0
+    defaults = {
+        "preset": name, "text": (), "tokens": None, "token_dtype": "auto", "vocab_size": preset.shape.vocab,
+        "seq_len": preset.seq_len, "batch_size": preset.batch_size, "grad_accum": 1, "steps": preset.steps, "lr": preset.lr,
+        "warmup": min(100, steps // 10) if is_count else 0, "seed": 0, "precision": "fp8", "checkpointing": "none", "mode": "auto",
+        "device": "auto", "eval_every": max(1, steps // 5) if is_count else 1,
+    }  # fmt: skip
+    values = {**defaults, **given}
+    values["text"] = tuple(_absolute(pattern) for pattern in values["text"])
+    values["tokens"] = values["tokens"] and _absolute(values["tokens"])
+    return _checked(Settings(**{"save_every": values["eval_every"], **values}))
+
+
+def change_settings(settings: Settings, options: Mapping[str, Any]) -> Settings:
+    """Settings of a run to resume, with the options given now.
+
+    Raises:
+        InputError: an option differs that would make it another run, or its value cannot be used.
+    """
+    given = _given(options)
+    asked = make_settings({**asdict(settings), **given})
+    for name in given:
+        before, now = getattr(settings, name), getattr(asked, name)
+        if before != now and name not in _CHANGEABLE:
+            raise InputError(
+                f"The run to resume has {_flag(name)} {_shown(before)}, got {_shown(now)}. Leave the option out, or start a new run "
+                "with another --out."
+            )
+    return asked
+
+
+def _checked(settings: Settings) -> Settings:
+    for name in _COUNTS:
+        _check_count(name, getattr(settings, name))
+    for name, choices in CHOICES.items():
+        if getattr(settings, name) not in choices:
+            raise InputError(f"{_flag(name)} must be one of {', '.join(choices)}, got {getattr(settings, name)!r}.")
+    _check_numbers(settings)
+    _check_sizes(settings)
+    return settings
+
+
+def _check_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"{_flag(name)} must be a whole number of at least 1, got {value}.")
+
+
+def _check_numbers(settings: Settings) -> None:
+    if not (math.isfinite(settings.lr) and settings.lr > 0):
+        raise InputError(f"--lr must be a number above 0, got {settings.lr}. Leave it out for the preset's.")
+    if settings.warmup < 0 or settings.warmup > settings.steps:
+        raise InputError(f"--warmup must be from 0 to --steps ({settings.steps}), got {settings.warmup}. Leave it out for a tenth.")
+    if not 0 <= settings.seed < 1 << 63:
+        raise InputError(f"--seed must be a whole number from 0 to 2**63 - 1, got {settings.seed}.")
+
+
+def _check_sizes(settings: Settings) -> None:
+    if settings.seq_len % _TOKEN_MULTIPLE:
+        below = max(_TOKEN_MULTIPLE, settings.seq_len // _TOKEN_MULTIPLE * _TOKEN_MULTIPLE)
+        raise InputError(f"--seq-len must be a multiple of {_TOKEN_MULTIPLE}, which FP8 GEMMs need, got {settings.seq_len}. Try {below}.")
+    if settings.batch_size % settings.grad_accum:
+        raise InputError(
+            f"--batch-size {settings.batch_size} cannot be split into --grad-accum {settings.grad_accum} equal microbatches. "
+            "Make it a multiple: it counts the sequences of all microbatches together."
+        )
+    if settings.text and settings.tokens:
+        raise InputError("--text and --tokens are both given. Choose one.")
+    if settings.tokens is None and settings.vocab_size < 256:
+        raise InputError(f"--vocab-size must be at least 256 for text, whose tokens are bytes, got {settings.vocab_size}.")
+    if settings.tokens is None and settings.token_dtype != "auto":
+        raise InputError(f"--token-dtype {settings.token_dtype} goes with --tokens, which is not given. Leave it out for text.")
+
+
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None and value != ()}
+
+
+def _absolute(pattern: str) -> str:
+    # A resumed run may be started from another directory.
+    return str(Path(pattern).expanduser().absolute())
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _shown(value: object) -> str:
+    return (" ".join(map(str, value)) or "(the default text)") if isinstance(value, tuple) else str(value)

@@ -1,0 +1,125 @@
+"""What a finished run tells: its quality beside a baseline, how its slots use FP8, and what to run next."""
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor
+
+from graphrt.settings import Settings
+from graphrt.state import QuantizationState
+
+__all__ = ["Quality", "SlotRow", "next_commands", "print_quality", "print_slots", "rows_to_json", "slot_rows"]
+
+_NUM_SLOTS_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Validation losses in nats per token."""
+
+    model: float
+    bigram: float
+    num_tokens: int
+    is_bytes: bool
+
+    @property
+    def unit(self) -> str:
+        """What losses are shown in."""
+        return "bits per byte" if self.is_bytes else "bits per token"
+
+
+@dataclass(frozen=True)
+class SlotRow:
+    """How one slot uses FP8: its scale, its last and largest amax, and shares of the elements of one step."""
+
+    slot: str
+    scale: float
+    last_amax: float
+    max_amax: float
+    saturated: float  # share clamped to the format's maximum
+    underflowed: float  # share of non-zero values that became 0
+    num_nonfinite: int  # steps whose amax was inf or NaN
+
+
+def slot_rows(state: QuantizationState, counts: Mapping[str, tuple[int, int, int]]) -> list[SlotRow]:
+    """A row for each slot, those that saturate or underflow most first.
+
+    Args:
+        state: the model's.
+        counts: (num_elements, num_saturated, num_underflowed) by slot, from `state.count_saturation()`.
+    """
+    rows = [_slot_row(state, slot, *counts.get(slot, (0, 0, 0))) for slot in state.slots]
+    return sorted(rows, key=lambda row: (-row.num_nonfinite, -row.saturated, -row.underflowed))
+
+
+def _slot_row(state: QuantizationState, slot: str, num_elements: int, num_saturated: int, num_underflowed: int) -> SlotRow:
+    history: Tensor = state.amax_history(slot)
+    num = max(1, num_elements)
+    return SlotRow(
+        slot, float(state.scale(slot)), float(history[-1]), float(history.max()), num_saturated / num, num_underflowed / num,
+        int(state.nonfinite_amaxes(slot)),
+    )  # fmt: skip
+
+
+def rows_to_json(rows: Sequence[SlotRow]) -> list[dict[str, Any]]:
+    """Plain values for slots.json."""
+    return [asdict(row) for row in rows]
+
+
+def print_quality(console: Console, quality: Quality) -> None:
+    """The model's validation loss beside the bigram model's."""
+    model, bigram = quality.model / math.log(2), quality.bigram / math.log(2)
+    table = Table(title=f"Validation on {quality.num_tokens:,} tokens", title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("model")
+    table.add_column(quality.unit, justify="right")
+    table.add_row("this run", f"[bold]{model:.3f}[/]")
+    table.add_row("bigram counts of the training text", f"{bigram:.3f}")
+    console.print(table)
+    better = "better" if model < bigram else "worse: train longer, or on more text"
+    console.print(f"The model is {abs(model / bigram - 1):.1%} {better}.")
+
+
+def print_slots(console: Console, rows: Sequence[SlotRow], slots_file: Path, show_all: bool) -> None:
+    """The slots that use FP8 worst, or all."""
+    shown = rows if show_all else rows[:_NUM_SLOTS_SHOWN]
+    title = f"FP8 slots, {'all' if show_all else 'the worst first'}: last amax, and shares of the elements of one step"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("slot", no_wrap=True)
+    for name in ("scale", "amax", "saturated", "underflow"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in shown:
+        table.add_row(escape(row.slot), f"{row.scale:.4g}", f"{row.last_amax:.3g}", f"{row.saturated:.3%}", f"{row.underflowed:.3%}")
+    console.print(table)
+    if len(shown) < len(rows):
+        more = f"... and {len(rows) - len(shown)} more in {slots_file} (--all-slots shows them here)."
+        console.print(more, markup=False, highlight=False, soft_wrap=True)
+    num_nonfinite = sum(row.num_nonfinite for row in rows)
+    if num_nonfinite:
+        dropped = f"Amaxes that were inf or NaN and did not enter a history: {num_nonfinite}, by slot in {slots_file}."
+        console.print(dropped, markup=False, highlight=False, soft_wrap=True)
+
+
+def next_commands(settings: Settings, out: Path, device_type: str) -> list[tuple[str, str]]:
+    """(command, what it is for) to try after this run on a device of that type ("cpu" or "cuda")."""
+    sources = [("--text", pattern) for pattern in settings.text]
+    if settings.tokens is not None:
+        sources.append(("--tokens", settings.tokens))
+    source = "".join(f" {flag} {shlex.quote(name)}" for flag, name in sources)
+    again = f"graphrt train --preset {settings.preset}{source} --steps {settings.steps} --seed {settings.seed}"
+    reference = "bf16" if device_type == "cuda" else "fp32"  # most CPUs emulate bf16 slowly
+    other = reference if settings.precision == "fp8" else "fp8"
+    commands = [
+        (f"graphrt train --out {shlex.quote(str(out))} --resume --steps {2 * settings.steps}", "train on"),
+        (f"{again} --precision {other} --out {shlex.quote(f'{out}-{other}')}", f"the same run in {other}"),
+    ]
+    if not sources:
+        commands.append(("graphrt train --text YOUR_FILES --out runs/mine", "train on your own text"))
+    return commands

@@ -1,0 +1,251 @@
+"""The main job: train a language model, keep a run folder, stop and resume without losing a bit.
+
+Batch i is a function of (seed, i) and the learning rate of (settings, i), so the trainer's state and a step number are all
+that a checkpoint has to hold.
+"""
+
+import math
+import shlex
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from torch import Tensor
+
+from graphrt.bigram import bigram_loss
+from graphrt.convert import quantization_state
+from graphrt.data import Corpus, Split, Windows, load_default_text, load_text, load_tokens, sample_windows, split_corpus, validation_windows
+from graphrt.interrupt import StopRequest
+from graphrt.jobsetup import build_trainer, resolve_device
+from graphrt.progress import MetricsLog, make_progress
+from graphrt.runfolder import RunFolder
+from graphrt.settings import InputError, Settings
+from graphrt.summary import Quality, SlotRow, next_commands, print_quality, print_slots, rows_to_json, slot_rows
+from graphrt.trainer import Trainer
+
+__all__ = ["learning_rate", "load_corpus", "train"]
+
+_MIN_EVALUATION_TOKENS = 1 << 13  # on the way: also at least as many as four steps see
+_FINAL_EVALUATION_TOKENS = 1 << 16
+_FINAL_LR_FRACTION = 0.1
+
+
+@dataclass
+class Run:
+    """A training run between its set-up and its summary."""
+
+    settings: Settings
+    folder: RunFolder
+    console: Console
+    corpus: Corpus
+    split: Split
+    device: torch.device
+    trainer: Trainer
+    step: int = 0  # optimizer steps done
+    start_s: float = field(default_factory=time.perf_counter)
+
+    @property
+    def nats_per_unit(self) -> float:
+        """What a loss in nats is divided by to be shown in bits."""
+        return math.log(2)
+
+    @property
+    def unit(self) -> str:
+        """What losses are shown in."""
+        return "bits per byte" if self.corpus.is_bytes else "bits per token"
+
+
+def train(settings: Settings, folder: RunFolder, console: Console, *, resume: bool = False, show_all_slots: bool = False) -> int:
+    """Train to `settings.steps`, evaluate, and summarize.
+
+    Args:
+        settings: checked ones.
+        folder: new, or the one to resume.
+        console: where to show progress and the summary.
+        resume: go on from the folder's checkpoint.
+        show_all_slots: print every slot instead of the worst.
+
+    Returns:
+        The exit code: 0, or 130 or 143 after a clean stop by SIGINT or SIGTERM.
+
+    Raises:
+        InputError: something given cannot be used; nothing was written.
+    """
+    with StopRequest(console.print) as stop:
+        run = _prepare(settings, folder, console, resume)
+        with run.trainer:
+            _introduce(run, resume)
+            _train_steps(run, stop)
+            _save(run)
+            if stop.is_set:
+                return _report_stop(run, stop)
+            loss = _evaluate(run, _FINAL_EVALUATION_TOKENS, stop)
+            if loss is None:
+                return _report_stop(run, stop)
+            _summarize(run, loss, show_all_slots)
+    return 0
+
+
+def load_corpus(settings: Settings) -> Corpus:
+    """The text or the tokens that the settings name.
+
+    Raises:
+        InputError: they cannot be used.
+    """
+    if settings.tokens:
+        return load_tokens(settings.tokens, settings.token_dtype, settings.vocab_size)
+    return load_text(settings.text) if settings.text else load_default_text()
+
+
+def learning_rate(settings: Settings, step: int) -> float:
+    """Learning rate of step `step`, counted from 0: a linear rise, then half a cosine down to a tenth."""
+    if step < settings.warmup:
+        return settings.lr * (step + 1) / settings.warmup
+    progress = (step - settings.warmup) / max(1, settings.steps - settings.warmup)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return settings.lr * (_FINAL_LR_FRACTION + (1 - _FINAL_LR_FRACTION) * cosine)
+
+
+def _prepare(settings: Settings, folder: RunFolder, console: Console, resume: bool) -> Run:
+    # The folder is made last, so that whatever is refused before leaves nothing behind.
+    if not resume:
+        folder.check_new()
+    corpus = load_corpus(settings)
+    split = split_corpus(corpus, settings.seq_len)
+    device = resolve_device(settings)
+    saved = folder.load_checkpoint(settings, corpus.fingerprint()) if resume else None
+    if saved is not None and saved["step"] > settings.steps:
+        raise InputError(f"The run has done {saved['step']} steps, more than --steps {settings.steps}. Give at least as many.")
+    run = Run(settings, folder, console, corpus, split, device, build_trainer(settings, device))
+    if saved is None:
+        folder.create(settings)
+    else:
+        _restore(run, saved)
+    return run
+
+
+def _restore(run: Run, saved: dict) -> None:
+    try:
+        run.trainer.load_state_dict(saved["trainer"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        file = run.folder.checkpoint_file
+        raise InputError(f"{file} does not fit the run's model: {_first_line(error)} Start a new run with another --out.") from error
+    run.step = saved["step"]
+    run.folder.drop_metrics_after(run.step)
+    run.folder.save_settings(run.settings)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def _train_steps(run: Run, stop: StopRequest) -> None:
+    settings = run.settings
+    with make_progress(run.console) as progress:
+        log = MetricsLog(run.folder, progress, run.step, settings.steps, settings.tokens_per_step)
+        while run.step < settings.steps and not stop.is_set:
+            _train_step(run, log)
+            if run.step % settings.eval_every == 0 and run.step < settings.steps:
+                loss = _evaluate(run, max(_MIN_EVALUATION_TOKENS, 4 * settings.tokens_per_step), stop)
+                if loss is not None:
+                    log.add_evaluation(run.step, loss, run.nats_per_unit, run.unit)
+            if run.step % settings.save_every == 0 and run.step < settings.steps:
+                log.flush()
+                _save(run)
+        log.flush()
+
+
+def _train_step(run: Run, log: MetricsLog) -> None:
+    lr = learning_rate(run.settings, run.step)
+    for group in run.trainer.optimizer.param_groups:
+        group["lr"] = lr
+    result = run.trainer.step(_training_batch(run))
+    run.step += 1
+    log.add(run.step, lr, result)
+
+
+def _training_batch(run: Run) -> dict[str, Tensor]:
+    settings = run.settings
+    return _to_device(run, sample_windows(run.split.train, settings.seq_len, settings.batch_size, settings.seed, run.step))
+
+
+def _to_device(run: Run, windows: Windows) -> dict[str, Tensor]:
+    tensors = (torch.from_numpy(array.copy()) for array in windows)
+    if run.device.type == "cuda":
+        # From pinned memory the copy runs beside the step before it.
+        tensors = (tensor.pin_memory().to(run.device, non_blocking=True) for tensor in tensors)
+    return dict(zip(("tokens", "labels"), tensors, strict=True))
+
+
+def _evaluate(run: Run, max_tokens: int, stop: StopRequest) -> float | None:
+    """Mean validation loss in nats per token; None when a stop was asked for meanwhile."""
+    losses, sizes = [], []
+    for windows in _validation_batches(run, max_tokens):
+        if stop.is_set:
+            return None
+        losses.append(run.trainer.evaluate(_to_device(run, windows)))
+        sizes.append(len(windows[0]))
+    weights = torch.tensor(sizes, dtype=torch.float64)
+    return float((torch.stack(losses).double().cpu() * weights).sum() / weights.sum())
+
+
+def _validation_batches(run: Run, max_tokens: int) -> Iterator[Windows]:
+    settings = run.settings
+    tokens, labels = validation_windows(run.split.validation, settings.seq_len, max_tokens)
+    size = settings.batch_size // settings.grad_accum
+    for start in range(0, len(tokens), size):
+        yield tokens[start : start + size], labels[start : start + size]
+
+
+def _save(run: Run) -> None:
+    run.folder.save_checkpoint(run.step, run.settings, run.corpus.fingerprint(), run.trainer.state_dict())
+
+
+def _introduce(run: Run, resume: bool) -> None:
+    settings = run.settings
+    run.console.print(
+        f"{'Resuming' if resume else 'Training'} [bold]{settings.preset}[/] ({settings.shape.num_parameters / 1e6:.1f} M parameters) in "
+        f"{settings.precision} on {run.device}: {escape(run.corpus.source)}, {len(run.split.train):,} tokens to train on, "
+        f"{settings.tokens_per_step:,} a step."
+    )
+    if settings.precision == "bf16" and run.device.type == "cpu":
+        run.console.print("Most CPUs emulate bf16, many times slower than --precision fp32.")
+
+
+def _report_stop(run: Run, stop: StopRequest) -> int:
+    run.console.print(f"Stopped after step {run.step} of {run.settings.steps}; the checkpoint is written. Go on with:")
+    run.console.print(f"  graphrt train --out {shlex.quote(str(run.folder.path))} --resume", markup=False, highlight=False, soft_wrap=True)
+    return stop.exit_code
+
+
+def _summarize(run: Run, loss: float, show_all_slots: bool) -> None:
+    run.folder.append_metrics([{"step": run.step, "val_loss": loss if math.isfinite(loss) else None}])
+    quality = _measure_quality(run, loss)
+    print_quality(run.console, quality)
+    if run.settings.precision == "fp8":
+        rows = _measure_slots(run)
+        run.folder.save_slots(rows_to_json(rows))
+        print_slots(run.console, rows, run.folder.slots_file, show_all_slots)
+    if run.trainer.num_skipped_steps:
+        run.console.print(f"{run.trainer.num_skipped_steps} steps had a non-finite gradient and were skipped. A smaller --lr may help.")
+    run.console.print(run.folder.plot_loss(run.unit, run.nats_per_unit), markup=False, highlight=False, soft_wrap=True)
+    run.console.print(f"Run folder: {escape(str(run.folder.path))}, after {time.perf_counter() - run.start_s:.0f} s. Next:")
+    for command, purpose in next_commands(run.settings, run.folder.path, run.device.type):
+        run.console.print(f"  {escape(command)}  [dim]# {purpose}[/]", highlight=False, soft_wrap=True)
+
+
+def _measure_quality(run: Run, loss: float) -> Quality:
+    tokens, labels = validation_windows(run.split.validation, run.settings.seq_len, _FINAL_EVALUATION_TOKENS)
+    baseline = bigram_loss(run.split.train, tokens, labels, run.corpus.num_symbols)
+    return Quality(loss, baseline, labels.size, run.corpus.is_bytes)
+
+
+def _measure_slots(run: Run) -> list[SlotRow]:
+    # Only a training step casts all three kinds of tensor. The checkpoint is written by now, so one step more does no harm.
+    state = quantization_state(run.trainer.model)
+    with run.trainer.eager(), state.count_saturation() as counts:
+        run.trainer.step(_training_batch(run))
+    return slot_rows(state, counts)

@@ -1,0 +1,357 @@
+"""The run: what it writes, how it stops and goes on, what it refuses, and how good the model gets."""
+
+import builtins
+import json
+import math
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphrt import train as train_module
+from graphrt.cli import main
+from graphrt.data import load_default_text
+from graphrt.interrupt import StopRequest
+from graphrt.presets import PRESETS, ModelShape, Preset
+from graphrt.settings import InputError, Settings, change_settings, make_settings
+
+NANO = Preset(ModelShape(1, 32, 2, 48, 256), seq_len=16, batch_size=4, steps=6, lr=3e-3, about="tests")
+
+
+@pytest.fixture(autouse=True)
+def nano(monkeypatch):
+    monkeypatch.setitem(PRESETS, "nano", NANO)
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_bytes(load_default_text().tokens[:4000].tobytes())
+    return file
+
+
+@pytest.fixture
+def run(tmp_path, text_file):
+    """Runs `graphrt train` on a nano model; the run folder by name, more arguments after it."""
+
+    def call(out, *args, code=0):
+        source = () if "--resume" in args else ("--preset", "nano", "--text", str(text_file))
+        assert main(["train", "--out", str(tmp_path / out), *source, *args]) == code
+        return tmp_path / out
+
+    return call
+
+
+def rows(folder, key):
+    return [row[key] for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if key in row]
+
+
+def checkpoint(folder):
+    return torch.load(folder / "checkpoint.pt", weights_only=True)
+
+
+def assert_same(a, b):
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    else:
+        assert a == b
+
+
+def send_signal_in_step(monkeypatch, step, *signals):
+    """Send the process signals when the batch of a step (from 0) is made."""
+    make_batch = train_module._training_batch
+
+    def make_batch_and_signal(run):
+        if run.step == step:
+            for signum in signals:
+                os.kill(os.getpid(), signum)
+        return make_batch(run)
+
+    monkeypatch.setattr(train_module, "_training_batch", make_batch_and_signal)
+
+
+class TestRun:
+    def test_folder_holds_what_the_help_says(self, run):
+        folder = run("r", "--eval-every", "3")
+        names = {file.name for file in folder.iterdir()}
+        assert names == {"checkpoint.pt", "loss.png", "metrics.jsonl", "settings.json", "slots.json"}
+        assert len(rows(folder, "loss")) == 6
+        assert len(rows(folder, "val_loss")) == 2
+        assert len(json.loads((folder / "slots.json").read_text())) == 12
+        assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+        assert json.loads((folder / "settings.json").read_text())["precision"] == "fp8"
+
+    def test_ends_with_quality_slots_and_what_to_run_next(self, run, capsys):
+        folder = run("r")
+        out = capsys.readouterr().out
+        for words in ("bits per byte", "bigram", "blocks.0.", "saturated", "graphrt train --out", "--resume --steps 12"):
+            assert words in out
+        assert str(folder) in out
+
+    def test_long_tables_show_the_worst_and_name_the_file_with_all(self, run, capsys, monkeypatch):
+        monkeypatch.setattr("graphrt.summary._NUM_SLOTS_SHOWN", 5)
+        run("r")
+        assert "and 7 more in" in capsys.readouterr().out
+        run("all", "--all-slots")
+        out = capsys.readouterr().out
+        assert "more in" not in out
+        assert "blocks.0.ffn.w2.grad_output" in out
+
+    def test_the_slot_table_leaves_the_checkpoint_as_trained(self, run):
+        assert checkpoint(run("r"))["trainer"]["counts"]["steps_taken"] == 6
+
+    @pytest.mark.parametrize("args", [("--precision", "bf16"), ("--precision", "fp32"), ("--grad-accum", "2"), ("--mode", "eager")])
+    def test_options_train(self, run, args):
+        losses = rows(run("r", *args), "loss")
+        assert losses[-1] < losses[0]
+
+    def test_checkpointing_changes_no_bit(self, run):
+        assert rows(run("a"), "loss") == rows(run("b", "--checkpointing", "block"), "loss")
+
+    def test_seeds_differ(self, run):
+        assert rows(run("a"), "loss") != rows(run("b", "--seed", "1"), "loss")
+
+    def test_token_files_are_trained_on(self, tmp_path, capsys):
+        import numpy as np
+
+        file = tmp_path / "t.bin"
+        (np.arange(3000) % 300).astype(np.uint16).tofile(file)
+        args = ["train", "--preset", "nano", "--tokens", str(file), "--vocab-size", "300", "--out", str(tmp_path / "r")]
+        assert main(args) == 0
+        assert "bits per token" in capsys.readouterr().out
+
+    def test_without_matplotlib_it_says_what_to_install(self, run, capsys, monkeypatch):
+        real_import = builtins.__import__
+
+        def import_without_matplotlib(name, *args, **kwargs):
+            if name.startswith("matplotlib"):
+                raise ImportError(name)
+            return real_import(name, *args, **kwargs)
+
+        monkeypatch.setattr(builtins, "__import__", import_without_matplotlib)
+        folder = run("r")
+        assert "pip install 'graphrt[plot]'" in capsys.readouterr().out
+        assert not (folder / "loss.png").exists()
+
+
+class TestStopAndResume:
+    @pytest.mark.parametrize(
+        ("args", "signum", "code"),
+        [
+            ((), signal.SIGINT, 130),
+            (("--precision", "bf16"), signal.SIGTERM, 143),
+            (("--checkpointing", "block", "--grad-accum", "2"), signal.SIGINT, 130),
+        ],
+    )
+    def test_stopped_and_resumed_equals_straight_bit_for_bit(self, run, monkeypatch, capsys, args, signum, code):
+        straight = run("straight", *args)
+        with monkeypatch.context() as patch:
+            send_signal_in_step(patch, 2, signum)
+            folder = run("stopped", *args, code=code)
+        assert checkpoint(folder)["step"] == 3
+        assert f"--out {folder} --resume" in capsys.readouterr().out
+        run("stopped", "--resume")
+        assert rows(folder, "loss") == rows(straight, "loss")
+        assert_same(checkpoint(folder), checkpoint(straight))
+
+    def test_signal_handlers_are_put_back(self, run, monkeypatch):
+        before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+        send_signal_in_step(monkeypatch, 0, signal.SIGINT)
+        run("r", code=130)
+        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+    def test_a_second_interrupt_aborts_and_keeps_the_last_checkpoint(self, run, monkeypatch, capsys):
+        send_signal_in_step(monkeypatch, 4, signal.SIGINT, signal.SIGINT)
+        folder = run("r", "--save-every", "2", code=130)
+        assert checkpoint(folder)["step"] == 4
+        assert "Aborted" in capsys.readouterr().err
+
+    def test_steps_after_the_checkpoint_are_not_recorded_twice(self, run, monkeypatch):
+        with monkeypatch.context() as patch:
+            send_signal_in_step(patch, 5, signal.SIGINT, signal.SIGINT)
+            patch.setattr("graphrt.progress._FLUSH_INTERVAL_S", 0)
+            folder = run("r", "--save-every", "4", "--eval-every", "99", code=130)
+        assert rows(folder, "step") == [1, 2, 3, 4, 5]
+        run("r", "--resume")
+        assert rows(folder, "step") == [1, 2, 3, 4, 5, 6, 6]
+
+    def test_a_finished_run_goes_on_with_more_steps(self, run):
+        folder = run("r")
+        run("r", "--resume", "--steps", "8")
+        assert len(rows(folder, "loss")) == 8
+        assert json.loads((folder / "settings.json").read_text())["steps"] == 8
+
+    def test_a_request_outlives_a_terminate_after_an_interrupt(self):
+        with StopRequest(lambda line: None) as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.exit_code == 130
+
+
+class TestRefusals:
+    """One line on stderr that names what is wrong, exit code 2, and nothing written."""
+
+    @pytest.fixture
+    def refuse(self, tmp_path, capsys):
+        def call(*args):
+            before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+            assert main(["train", *args]) == 2
+            out, err = capsys.readouterr()
+            assert out == ""
+            assert err.startswith("graphrt: ")
+            assert err.count("\n") == 1
+            assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+            return err
+
+        return call
+
+    @pytest.fixture
+    def finished(self, run, capsys):
+        folder = run("finished", "--steps", "1")
+        capsys.readouterr()
+        return folder
+
+    def test_text_shorter_than_a_sequence(self, refuse, tmp_path):
+        (tmp_path / "short.txt").write_text("short")
+        assert "short.txt holds 5 tokens" in refuse("--preset", "nano", "--text", str(tmp_path / "short.txt"), "--out", str(tmp_path / "r"))
+        assert not (tmp_path / "r").exists()
+
+    def test_a_run_folder_that_exists(self, refuse, finished):
+        assert "exists already. Go on with it by --resume" in refuse("--out", str(finished))
+
+    def test_a_run_folder_that_is_a_file(self, refuse, text_file):
+        assert "text.txt exists already" in refuse("--out", str(text_file))
+
+    def test_a_run_folder_below_a_file(self, refuse, text_file):
+        assert "cannot be made" in refuse("--out", str(text_file / "r"))
+
+    @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+    def test_a_run_folder_that_cannot_be_written(self, refuse, tmp_path):
+        (tmp_path / "locked").mkdir(mode=0o500)
+        assert "cannot be made" in refuse("--out", str(tmp_path / "locked/r"))
+
+    def test_a_resume_without_a_run(self, refuse, tmp_path):
+        assert "no settings.json to resume from" in refuse("--resume", "--out", str(tmp_path / "nothing"))
+
+    def test_a_resume_without_a_checkpoint(self, refuse, finished):
+        (finished / "checkpoint.pt").unlink()
+        assert "no checkpoint.pt to resume from" in refuse("--resume", "--out", str(finished))
+
+    def test_settings_that_are_damaged(self, refuse, finished):
+        (finished / "settings.json").write_text('{"preset": ')
+        assert "settings.json does not hold" in refuse("--resume", "--out", str(finished))
+
+    @pytest.mark.parametrize("num_bytes", [0, 100, -100])
+    def test_a_checkpoint_cut_short(self, refuse, finished, num_bytes):
+        file = finished / "checkpoint.pt"
+        file.write_bytes(file.read_bytes()[:num_bytes])
+        assert "checkpoint.pt cannot be read: it is cut short" in refuse("--resume", "--out", str(finished))
+
+    def test_a_checkpoint_that_is_something_else(self, refuse, finished):
+        torch.save({"weights": torch.zeros(1)}, finished / "checkpoint.pt")
+        assert "is not a checkpoint of graphrt train" in refuse("--resume", "--out", str(finished))
+
+    def test_a_checkpoint_of_another_model(self, refuse, finished):
+        torch.save({**checkpoint(finished), "shape": "ModelShape(num_layers=9)"}, finished / "checkpoint.pt")
+        assert "is of another model" in refuse("--resume", "--out", str(finished))
+
+    def test_a_checkpoint_whose_tensors_do_not_fit(self, refuse, finished):
+        saved = checkpoint(finished)
+        saved["trainer"]["model"].popitem()
+        torch.save(saved, finished / "checkpoint.pt")
+        assert "does not fit the run's model" in refuse("--resume", "--out", str(finished))
+
+    def test_a_text_that_has_changed(self, refuse, finished, text_file):
+        text_file.write_bytes(text_file.read_bytes()[::-1])
+        assert "The text has changed" in refuse("--resume", "--out", str(finished))
+
+    def test_a_resume_as_another_run(self, refuse, finished):
+        assert "has --seed 0, got 5" in refuse("--resume", "--out", str(finished), "--seed", "5")
+
+    def test_a_resume_to_fewer_steps(self, refuse, run, capsys):
+        folder = run("r", "--steps", "3")
+        capsys.readouterr()
+        assert "has done 3 steps, more than --steps 2" in refuse("--resume", "--out", str(folder), "--steps", "2")
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+    def test_a_gpu_where_there_is_none(self, refuse, tmp_path):
+        assert "--device cuda is not there" in refuse("--device", "cuda", "--out", str(tmp_path / "r"))
+
+    @pytest.mark.parametrize("device", ["gpu", "meta", "cuda:x"])
+    def test_an_unknown_device(self, refuse, tmp_path, device):
+        assert "--device must be auto, cpu, cuda or cuda:N" in refuse("--device", device, "--out", str(tmp_path / "r"))
+
+
+class TestSettings:
+    def test_what_is_left_out_comes_from_the_preset(self):
+        settings = make_settings({"preset": "1b", "steps": None})
+        assert (settings.steps, settings.seq_len, settings.vocab_size) == (2000, 2048, 32768)
+        assert settings.save_every == settings.eval_every == 400
+
+    def test_json_gives_them_back(self):
+        settings = make_settings({"text": ("a", "b"), "lr": 1e-3})
+        assert Settings.from_json(settings.to_json(), Path("s.json")) == settings
+
+    def test_paths_hold_from_any_directory(self):
+        assert make_settings({"text": ("a.txt",)}).text == (str(Path.cwd() / "a.txt"),)
+
+    def test_a_resume_may_change_what_does_not_change_the_run(self):
+        settings = make_settings({})
+        assert change_settings(settings, {"steps": 999, "mode": "eager"}).steps == 999
+        assert change_settings(settings, {"seed": 0, "preset": "tiny"}) == settings
+
+    def test_learning_rate_rises_then_falls_to_a_tenth(self):
+        settings = make_settings({"steps": 100, "warmup": 10, "lr": 1.0})
+        rates = [train_module.learning_rate(settings, step) for step in range(100)]
+        assert rates[0] == pytest.approx(0.1)
+        assert rates[9] == rates[10] == 1.0
+        assert rates[10:] == sorted(rates[10:], reverse=True)
+        assert rates[-1] == pytest.approx(0.1, abs=0.01)
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"preset": "huge"}, "no preset 'huge'. Choose one of tiny"),
+            ({"seq_len": 100}, "--seq-len must be a multiple of 16, which FP8 GEMMs need, got 100. Try 96"),
+            ({"seq_len": 7}, "Try 16"),
+            ({"steps": 0}, "--steps must be a whole number of at least 1, got 0"),
+            ({"steps": -3}, "--steps"),
+            ({"batch_size": 0}, "--batch-size"),
+            ({"grad_accum": 3}, "--grad-accum 3"),
+            ({"lr": 0.0}, "--lr"),
+            ({"lr": math.nan}, "--lr"),
+            ({"warmup": 500, "steps": 10}, "--warmup"),
+            ({"seed": -1}, "--seed"),
+            ({"precision": "fp4"}, "--precision must be one of fp8, bf16, fp32"),
+            ({"mode": "graphs"}, "--mode"),
+            ({"checkpointing": "all"}, "--checkpointing"),
+            ({"token_dtype": "uint8", "tokens": "x"}, "--token-dtype"),
+            ({"token_dtype": "uint16"}, "--token-dtype uint16 goes with --tokens"),
+            ({"vocab_size": 100}, "--vocab-size must be at least 256 for text"),
+            ({"text": ("a",), "tokens": "b"}, "--text and --tokens"),
+        ],
+    )
+    def test_what_cannot_be_is_named(self, options, words):
+        with pytest.raises(InputError) as caught:
+            make_settings(options)
+        assert words in str(caught.value)
+
+
+@pytest.mark.slow
+def test_fp8_ends_within_two_percent_of_bf16(tmp_path, monkeypatch):
+    monkeypatch.setitem(PRESETS, "nano", Preset(ModelShape(2, 64, 2, 176, 256), 64, 8, 150, 2e-3, "tests"))
+    losses = {}
+    for precision in ("fp8", "bf16"):
+        folder = tmp_path / precision
+        assert main(["train", "--preset", "nano", "--precision", precision, "--out", str(folder)]) == 0
+        losses[precision] = rows(folder, "val_loss")[-1]
+    assert losses["fp8"] == pytest.approx(losses["bf16"], rel=0.02)
