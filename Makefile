@@ -13,7 +13,7 @@ help:  ## list the targets
 
 demo: $(VENV)/.run  ## train the tiny model in FP8 on the text that ships with Python
 	rm -rf $(RUN)
-	$(BIN)/graphrt train --preset tiny --out $(RUN)
+	$(BIN)/graphrt train --preset tiny --out $(RUN) --check-parity 4
 
 test: $(VENV)/.test  ## all tests this machine can run (GPU tests skip themselves without one)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal

@@ -1,5 +1,6 @@
 """graphrt: a training runtime that captures the whole FP8 step as one CUDA graph, and proves that it equals eager."""
 
+from graphrt.check import CheckReport, check_capture
 from graphrt.checkpoint import checkpoint
 from graphrt.convert import (
     ConversionReport,
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CaptureError",
+    "CheckReport",
     "ConversionReport",
     "DelayedScaling",
     "Float8Linear",
@@ -39,6 +41,7 @@ __all__ = [
     "StepResult",
     "Trainer",
     "TrainerReport",
+    "check_capture",
     "check_parity",
     "checkpoint",
     "conversion_report",

@@ -33,12 +33,17 @@ def leaves(batch: Any) -> Iterator[tuple[str, Any]]:
     """(name, leaf) of every tensor and constant.
 
     Raises:
-        StaticInputError: something that is neither.
+        StaticInputError: something that is neither, or a tensor that requires a gradient.
     """
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
         name = "batch" + "".join(_key(key) for key in path)
         if not isinstance(leaf, (Tensor, *_CONSTANTS)):
             raise StaticInputError(f"{name} is a {type(leaf).__name__}, expected a tensor or a constant. Convert it before the step.")
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            raise StaticInputError(
+                f"{name} requires a gradient, which a step does not give to its batch. Pass {name}.detach(), and call requires_grad_() "
+                "on a copy in loss_fn where the gradient is needed."
+            )
         yield name, leaf
 
 

@@ -1,5 +1,6 @@
 """The command line. Commands import what they need when they run, so that help and mistakes are answered quickly."""
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,8 @@ Examples:
   graphrt train --preset 1b --tokens corpus.bin --steps 20000 --out runs/1b
 
   graphrt train --out runs/1b --resume
+
+  graphrt train --out runs/proof --check-parity 8
 
 Ctrl-C stops after the current step with a checkpoint; --resume goes on from there, bit for bit. The run folder holds settings.json,
 metrics.jsonl, checkpoint.pt, slots.json and loss.png.
@@ -163,6 +166,12 @@ def train(
     eval_every: Annotated[int | None, _option(help="Steps between validations.", default="a fifth of the steps", panel=_FOLDER)] = None,
     save_every: Annotated[int | None, _option(help="Steps between checkpoints.", default="as --eval-every", panel=_FOLDER)] = None,
     all_slots: Annotated[bool, typer.Option("--all-slots", help="Show every FP8 slot at the end.", rich_help_panel=_FOLDER)] = False,
+    parity: Annotated[
+        int,
+        typer.Option(
+            "--check-parity", help="At the end, prove N captured steps equal to eager ones.", metavar="N", min=0, rich_help_panel=_RUNNING
+        ),
+    ] = 0,
 ) -> None:
     if files and not text:
         raise InputError(f"{files[0]!r} is not an option. Text files go after --text.")
@@ -172,10 +181,46 @@ def train(
         "warmup": warmup, "seed": seed, "precision": precision, "checkpointing": checkpointing, "mode": mode, "device": device,
         "eval_every": eval_every, "save_every": save_every,
     }  # fmt: skip
-    raise typer.Exit(_run_training(options, out or Path("runs") / (preset or "tiny"), resume, all_slots))
+    raise typer.Exit(_run_training(options, out or Path("runs") / (preset or "tiny"), resume, all_slots, parity))
 
 
-def _run_training(options: dict[str, Any], out: Path, resume: bool, all_slots: bool) -> int:
+@app.command()
+def check(
+    target: Annotated[str, typer.Argument(help="MODULE:FUNCTION; the function returns (trainer, batch).", metavar="MODULE:FUNCTION")],
+) -> None:
+    """Say whether a step can be captured, on this machine, with or without a GPU.
+
+    Runs the step three times under observation and puts everything back. What a CUDA graph cannot hold is named with its
+    operation, file and line. Example: graphrt check train:make_trainer
+    """
+    raise typer.Exit(_run_check(target))
+
+
+def _run_check(target: str) -> int:
+    import importlib
+
+    from graphrt.check import check_capture
+
+    module_name, _, function_name = target.partition(":")
+    if not module_name or not function_name:
+        raise InputError(f"{target!r} is not MODULE:FUNCTION. For make_trainer in train.py write train:make_trainer.")
+    sys.path.insert(0, os.getcwd())
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"{target} cannot be imported: {error}. Run graphrt check where import {module_name} works.") from error
+    made = function()
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise InputError(f"{target} returned a {type(made).__name__}, expected (trainer, batch).")
+    report = check_capture(*made)
+    print(report)
+    return 0 if report else _FAILURE_EXIT_CODE
+
+
+def _run_training(options: dict[str, Any], out: Path, resume: bool, all_slots: bool, parity: int) -> int:
+    if parity:
+        # cuBLAS reads it when it starts; without it two runs of one step may differ.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
     from rich.console import Console
 
@@ -186,7 +231,7 @@ def _run_training(options: dict[str, Any], out: Path, resume: bool, all_slots: b
     folder = RunFolder(out)
     settings = change_settings(folder.load_settings(), options) if resume else make_settings(options)
     try:
-        return run(settings, folder, Console(), resume=resume, show_all_slots=all_slots)
+        return run(settings, folder, Console(), resume=resume, show_all_slots=all_slots, num_parity_steps=parity)
     except KeyboardInterrupt:
         remedy = f"Run graphrt train --out {out} --resume to go on from the last checkpoint." if folder.checkpoint_file.exists() else ""
         return _complain(f"Aborted. {remedy or 'There is no checkpoint yet: start a new run.'}", _ABORT_EXIT_CODE)

@@ -5,13 +5,16 @@ no flag of its own that could disagree. The answers come from references taken a
 names of torch, so that libraries see a capture, does not change them.
 """
 
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, overload
+
 import torch
 
 __all__ = ["is_capturing", "is_compiling", "is_in_backward", "untraced"]
 
-#: Decorator: torch.compile never traces the function; the graph breaks there, and under fullgraph=True that raises.
-#: torch's own lazy form of torch.compiler.disable, which would import the compiler with graphrt.
-untraced = torch._disable_dynamo
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # Absent on builds without CUDA, where nothing can be capturing.
 _is_stream_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
@@ -33,3 +36,19 @@ def is_in_backward() -> bool:
 def is_compiling() -> bool:
     """Whether torch.compile or torch.export is tracing the caller."""
     return torch.compiler.is_compiling()
+
+
+@overload
+def untraced(function: Callable[P, T], *, reason: str = ...) -> Callable[P, T]: ...
+@overload
+def untraced(*, reason: str = ...) -> Callable[[Callable[P, T]], Callable[P, T]]: ...
+def untraced(function: Callable[P, T] | None = None, *, reason: str = "it asks at run time which FP8 region it is in") -> Any:
+    """Decorator: torch.compile never traces the function. The graph breaks there; under fullgraph=True it raises with ``reason``.
+
+    As ``torch.compiler.disable``, which would import the compiler along with graphrt.
+    """
+    if function is None:
+        return functools.partial(untraced, reason=reason)
+    disabled = torch._disable_dynamo(function)
+    disabled.__dict__.update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
+    return disabled

@@ -18,13 +18,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from graphrt import kernels
+from graphrt.guards import untraced
 from graphrt.kernels import QuantizedTensor
 from graphrt.recipe import FP8_MAX
 from graphrt.recompute import is_reentrant_forward, unseen_by_selective_checkpoints
-from graphrt.region import Mode, RegionRecord, current_context
+from graphrt.region import Context, Mode, RegionRecord, current_context
+from graphrt.sinks import deliver
 from graphrt.state import QuantizationState
 
-__all__ = ["Float8Linear", "LinearSlots"]
+__all__ = ["Float8Linear", "LinearCall", "LinearSlots", "finish_backward", "weight_grad"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class LinearSlots:
 
 
 @dataclass(eq=False)
-class _Call:
+class LinearCall:
     """What one forward of a linear hands to its backward besides tensors."""
 
     state: QuantizationState
@@ -104,15 +106,30 @@ class Float8Linear(nn.Linear):
         context = current_context()
         if context.mode is Mode.PLAIN or context.record is None:
             return F.linear(x, self.weight, self.bias)
-        record = context.record
+        call = self._begin(x, context, context.record)
+        run = self._calibrate if context.mode is Mode.CALIBRATE else self._quantize
+        return run(x, call, context.record)
+
+    def _begin(self, x: Tensor, context: Context, record: RegionRecord) -> LinearCall:
+        """Note the use, and gather what this forward's backward will need."""
         has_grad = torch.is_grad_enabled()
         is_training = not context.in_recompute and (has_grad or (record.has_gradients and is_reentrant_forward()))
         self._check_device(x)
         if not context.in_recompute:
             record.note_use(self.quantization_state, is_training)
-        call = _Call(self.quantization_state, self.slots, record.group, record, is_training, has_grad)
-        run = self._calibrate if context.mode is Mode.CALIBRATE else self._quantize
-        return run(x, call, record)
+        return LinearCall(self.quantization_state, self.slots, record.group, record, is_training, has_grad)
+
+    def prepare(self, x: Tensor) -> tuple[LinearCall, QuantizedTensor] | None:
+        """What a fused layer needs to issue this linear's GEMMs itself; None where the layer does not quantize now.
+
+        Args:
+            x: the activation the fused layer starts from, for its device.
+        """
+        context = current_context()
+        if context.mode is not Mode.QUANTIZE or context.record is None:
+            return None
+        call = self._begin(x, context, context.record)
+        return call, self._quantized_weight(call, context.record)
 
     def _check_device(self, x: Tensor) -> None:
         state = self.quantization_state
@@ -122,7 +139,7 @@ class Float8Linear(nn.Linear):
                 "Move the whole model and the input to one device."
             )
 
-    def _calibrate(self, x: Tensor, call: _Call, _record: RegionRecord) -> Tensor:
+    def _calibrate(self, x: Tensor, call: LinearCall, _record: RegionRecord) -> Tensor:
         if call.is_training:
             with unseen_by_selective_checkpoints():
                 kernels.record_amax_(x.detach(), call.state.staging_row, call.slots.input)
@@ -132,7 +149,7 @@ class Float8Linear(nn.Linear):
             y.register_hook(lambda grad_output: _record_grad_amax(grad_output, call))
         return y
 
-    def _quantize(self, x: Tensor, call: _Call, record: RegionRecord) -> Tensor:
+    def _quantize(self, x: Tensor, call: LinearCall, record: RegionRecord) -> Tensor:
         dtype = self._output_dtype(x)
         return _Linear.apply(x, self.weight, self.bias, self._quantized_weight(call, record), call, dtype)
 
@@ -147,7 +164,7 @@ class Float8Linear(nn.Linear):
             )
         return x.dtype
 
-    def _quantized_weight(self, call: _Call, record: RegionRecord) -> QuantizedTensor:
+    def _quantized_weight(self, call: LinearCall, record: RegionRecord) -> QuantizedTensor:
         """The weight in FP8, quantized once a region; an edit in place (a new version) quantizes it anew."""
         weight = self.weight.detach()
         transpose = record.has_gradients or call.is_differentiable
@@ -163,7 +180,7 @@ class Float8Linear(nn.Linear):
         return quantized
 
 
-@torch.compiler.disable(reason="an FP8 linear asks at run time which region it is in")
+@untraced(reason="an FP8 linear asks at run time which region it is in")
 def _forward_untraced(linear: Float8Linear, x: Tensor) -> Tensor:
     return linear._forward(x)
 
@@ -192,7 +209,9 @@ class _Linear(torch.autograd.Function):
     """The three FP8 GEMMs."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, w: QuantizedTensor, call: _Call, dtype: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, w: QuantizedTensor, call: LinearCall, dtype: torch.dtype
+    ) -> Tensor:
         needs_x, needs_w = (call.is_differentiable and needed for needed in ctx.needs_input_grad[:2])
         rows = x.reshape(-1, x.shape[-1])
         forward_dtype = call.state.recipe.fp8_format.forward_dtype
@@ -201,13 +220,13 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(
             *((q.transposed, q.scale_inv) if needs_w else (None, None)), *((w.transposed, w.scale_inv) if needs_x else (None, None))
         )
-        ctx.call, ctx.x_shape, ctx.x_dtype, ctx.weight_dtype = call, x.shape, x.dtype, weight.dtype
+        ctx.call, ctx.x_shape, ctx.x_dtype, ctx.weight = call, x.shape, x.dtype, weight
         ctx.bias_dtype = None if bias is None else bias.dtype
         # Not a view in autograd's eyes: those may not be edited in place when they come out of a custom function.
         return y if x.dim() == 2 else torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
-    @torch.compiler.disable(reason="an FP8 linear's backward asks for a scale update on the host")
+    @untraced(reason="an FP8 linear's backward asks for a scale update on the host")
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: Tensor
@@ -222,27 +241,32 @@ class _Linear(torch.autograd.Function):
             if needs_x:
                 dx = kernels.scaled_mm(q.data, q.scale_inv, w_t, w_scale_inv, ctx.x_dtype, fast_accum=False).view(ctx.x_shape)
             if needs_w:
-                assert q.transposed is not None
-                dw = kernels.scaled_mm(q.transposed, q.scale_inv, x_t, x_scale_inv, ctx.weight_dtype, fast_accum=False)
+                dw = deliver(ctx.weight, lambda out: weight_grad(q, x_t, x_scale_inv, ctx.weight.dtype, out))
         db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
         return dx, dw, db, None, None, None
 
 
-def _quantize_grad_output(dy: Tensor, call: _Call, transpose: bool) -> QuantizedTensor:
+def weight_grad(q: QuantizedTensor, x_t: Tensor, x_scale_inv: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    """``dy^T x`` [out_features, in_features] from the transposed copies of both, into ``out`` if given."""
+    assert q.transposed is not None
+    return kernels.scaled_mm(q.transposed, q.scale_inv, x_t, x_scale_inv, dtype, fast_accum=False, out=out)
+
+
+def _quantize_grad_output(dy: Tensor, call: LinearCall, transpose: bool) -> QuantizedTensor:
     """Quantize the output gradient with the live scale, and ask for the update that its amax will need."""
     dtype = call.state.recipe.fp8_format.backward_dtype
     quantized = _quantize(dy, call.state, call.slots.grad_output, None, dtype, True, transpose)
-    _finish(call)
+    finish_backward(call)
     return quantized
 
 
-def _finish(call: _Call) -> None:
+def finish_backward(call: LinearCall) -> None:
     """A quantized backward has run: request the update, and let go of the region."""
     call.state.request_backward_quantization_update(call.group)
     call.record = None
 
 
-def _record_grad_amax(grad_output: Tensor, call: _Call) -> None:
+def _record_grad_amax(grad_output: Tensor, call: LinearCall) -> None:
     """Calibration of the backward direction: a hook on the output, so that the output itself stays as nn.Linear's."""
     kernels.record_amax_(grad_output, call.state.staging_row, call.slots.grad_output)
-    _finish(call)
+    finish_backward(call)

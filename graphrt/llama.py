@@ -6,11 +6,13 @@ Shapes in comments: B sequences, T tokens, D width, H heads.
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from graphrt import nn as fused
 from graphrt.presets import ModelShape
 
 __all__ = ["Llama", "is_block_linear", "make_loss_fn"]
@@ -21,15 +23,11 @@ _INIT_STD = 0.02
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019), in the input's dtype."""
+    """The weight of a norm; the arithmetic is part of the fused layers that need it."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., width] -> [..., width]."""
-        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), _NORM_EPS)
 
 
 def rotary_tables(seq_len: int, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -39,58 +37,44 @@ def rotary_tables(seq_len: int, head_dim: int) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + head_dim / 2]) of [..., T, head_dim] by its position's angle."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
 class Attention(nn.Module):
-    """Causal self-attention with one projection for queries, keys and values."""
+    """The linears of causal self-attention, one projection for queries, keys and values."""
 
-    def __init__(self, width: int, num_heads: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.num_heads = num_heads
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]."""
-        batch, seq_len, width = x.shape
-        qkv = self.qkv(x).view(batch, seq_len, 3, self.num_heads, width // self.num_heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each [B, H, T, D / H]
-        mixed = F.scaled_dot_product_attention(rotate(query, cos, sin), rotate(key, cos, sin), value, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, seq_len, width))
 
-
-class SwiGLU(nn.Module):
-    """w2(silu(gate) * up), with gate and up from one projection (Shazeer 2020)."""
+class FeedForward(nn.Module):
+    """The linears of a SwiGLU feed-forward, gate and up in one projection (Shazeer 2020)."""
 
     def __init__(self, width: int, ffn: int) -> None:
         super().__init__()
         self.w13 = nn.Linear(width, 2 * ffn, bias=False)
         self.w2 = nn.Linear(ffn, width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D]."""
-        gate, up = self.w13(x).chunk(2, dim=-1)
-        return self.w2(F.silu(gate) * up)
-
 
 class Block(nn.Module):
-    """Attention and feed-forward, each behind a norm and added to the residual stream."""
+    """Attention and feed-forward, each behind a norm.
+
+    The residual stream travels as (stream, delta): what the last layer adds to it is added by the next norm's kernel.
+    """
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.attn_norm = RMSNorm(shape.width)
-        self.attn = Attention(shape.width, shape.num_heads)
-        self.ffn_norm = RMSNorm(shape.width)
-        self.ffn = SwiGLU(shape.width, shape.ffn)
+        self.num_heads = shape.num_heads
+        self.attn_norm, self.ffn_norm = RMSNorm(shape.width), RMSNorm(shape.width)
+        self.attn, self.ffn = Attention(shape.width), FeedForward(shape.width, shape.ffn)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """[B, T, D] -> [B, T, D]."""
-        x = x + self.attn(self.attn_norm(x), cos, sin)
-        return x + self.ffn(self.ffn_norm(x))
+    def forward(self, stream: Tensor, delta: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """([B, T, D], [B, T, D]) -> the same after this block."""
+        stream, query, key, value = fused.rotary_qkv(
+            stream, delta, self.attn_norm.weight, self.attn.qkv, cos, sin, self.num_heads, _NORM_EPS
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)  # [B, H, T, D / H]
+        delta = self.attn.out(mixed.transpose(1, 2).reshape(stream.shape))
+        return fused.swiglu_feed_forward(stream, delta, self.ffn_norm.weight, self.ffn.w13, self.ffn.w2, _NORM_EPS)
 
 
 class Llama(nn.Module):
@@ -99,14 +83,14 @@ class Llama(nn.Module):
     Args:
         shape: its dimensions.
         seq_len: longest sequence it will see; the rotary tables have that many rows.
-        checkpoint: runs a block without keeping its activations, called as ``checkpoint(block, x, cos, sin)``
+        checkpoint: runs a block without keeping its activations, called as ``checkpoint(block, stream, delta, cos, sin)``
             when gradients are on (`graphrt.checkpoint`); None keeps them.
     """
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, shape: ModelShape, seq_len: int, checkpoint: Callable[..., Tensor] | None = None) -> None:
+    def __init__(self, shape: ModelShape, seq_len: int, checkpoint: Callable[..., Any] | None = None) -> None:
         super().__init__()
         self.checkpoint = checkpoint
         self.embed = nn.Embedding(shape.vocab, shape.width)
@@ -128,17 +112,18 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """int64 tokens [B, T] -> logits [B, T, vocab] in the autocast dtype."""
-        x = self.embed(tokens)
-        x = x.to(_activation_dtype(x))
-        cos, sin = (table[: tokens.shape[1]].to(x.dtype) for table in (self.cos, self.sin))
+        stream = self.embed(tokens)
+        stream = stream.to(_activation_dtype(stream))
+        delta = torch.zeros_like(stream)
         for block in self.blocks:
-            x = self._run_block(block, x, cos, sin)
-        return self.head(self.norm(x))
+            stream, delta = self._run_block(block, stream, delta)
+        _, normed = fused.residual_rms_norm(stream, delta, self.norm.weight, _NORM_EPS)
+        return fused.linear(normed, self.head)
 
-    def _run_block(self, block: nn.Module, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _run_block(self, block: nn.Module, stream: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         if self.checkpoint is not None and torch.is_grad_enabled():
-            return self.checkpoint(block, x, cos, sin)
-        return block(x, cos, sin)
+            return self.checkpoint(block, stream, delta, self.cos, self.sin)
+        return block(stream, delta, self.cos, self.sin)
 
 
 def _activation_dtype(x: Tensor) -> torch.dtype:
@@ -162,6 +147,6 @@ def make_loss_fn(device_type: str, autocast_dtype: torch.dtype | None) -> Callab
     def loss_fn(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         with torch.autocast(device_type, dtype=autocast_dtype, enabled=autocast_dtype is not None):
             logits = model(batch["tokens"])
-        return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
+        return fused.cross_entropy(logits, batch["labels"])
 
     return loss_fn

@@ -12,16 +12,24 @@ Both the eager and the captured path issue this code, so that they agree to the 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["TRACKED_KEYS", "LiveGroup", "StepOptimizer", "scale_"]
+from graphrt.kernels.multi_tensor import TableCache, adamw_
+
+__all__ = ["TRACKED_KEYS", "LiveGroup", "Norms", "StepOptimizer", "scale_"]
+
+#: As torch.nn.utils.clip_grad_norm_: the clip coefficient is ``max_grad_norm / (grad_norm + CLIP_EPS)``, at most 1.
+CLIP_EPS = 1e-6
 
 #: Hyper-parameters that follow ``param_groups`` at every step, captured or not.
 TRACKED_KEYS = ("lr", "weight_decay")
+
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Group = dict[str, Any]
 
@@ -47,6 +55,29 @@ class LiveGroup:
 
 
 @dataclass(frozen=True)
+class Norms:
+    """The gradient norm of a step and what follows from it, on the device; each is computed once."""
+
+    grad_norm: Tensor  # 0-dim fp32
+    max_grad_norm: Tensor  # 0-dim fp32, inf for no clipping
+
+    @cached_property
+    def clip_coef(self) -> Tensor:
+        """0-dim fp32, multiplies the gradients."""
+        return (self.max_grad_norm / (self.grad_norm + CLIP_EPS)).clamp(max=1.0)
+
+    @cached_property
+    def is_skipped(self) -> Tensor:
+        """0-dim bool: the norm is not finite, and nothing may change."""
+        return ~self.grad_norm.isfinite()
+
+    @cached_property
+    def found_inf(self) -> Tensor:
+        """0-dim fp32, 1.0 where `is_skipped`, as torch's fused kernels take it."""
+        return self.is_skipped.float()
+
+
+@dataclass(frozen=True)
 class _Update:
     """What one group's rule needs: tensors in parallel lists, and the live values."""
 
@@ -55,9 +86,9 @@ class _Update:
     params: list[Tensor]
     grads: list[Tensor]
     states: list[dict[str, Any]]
-    clip_coef: Tensor  # 0-dim fp32, multiplies the gradients
-    is_skipped: Tensor  # 0-dim bool
-    found_inf: Tensor  # 0-dim fp32, 1.0 where is_skipped
+    norms: "Norms"
+    tables: TableCache
+    slot: tuple[int, torch.dtype]  # names this list of tensors among the optimizer's
 
     def column(self, key: str) -> list[Tensor]:
         return [state[key] for state in self.states]
@@ -83,32 +114,48 @@ def _scaled(tensors: list[Tensor], factor: Tensor) -> list[Tensor]:
 
 
 def _count_step(u: _Update) -> None:
-    torch._foreach_add_(u.column("step"), [1.0 - u.found_inf] * len(u.params))
+    torch._foreach_add_(u.column("step"), [1.0 - u.norms.found_inf] * len(u.params))
 
 
 def _decay(u: _Update) -> None:
     """Decoupled weight decay: ``p *= 1 - lr * weight_decay`` (Loshchilov and Hutter, 2019, algorithm 2)."""
-    factor = torch.where(u.is_skipped, torch.ones_like(u.found_inf), 1.0 - u.live.lr * u.live.weight_decay)
+    factor = torch.where(u.norms.is_skipped, torch.ones_like(u.norms.found_inf), 1.0 - u.live.lr * u.live.weight_decay)
     scale_(u.params, factor)
 
 
 def _coupled_grads(u: _Update) -> list[Tensor]:
     """Gradients with L2 regularisation in them: ``clip * g + weight_decay * p``; the sign turned for maximize."""
-    sign = -u.clip_coef if u.group.get("maximize") else u.clip_coef
+    sign = -u.norms.clip_coef if u.group.get("maximize") else u.norms.clip_coef
     grads = _scaled(u.grads, sign)
     torch._foreach_add_(grads, _scaled(u.params, u.live.weight_decay))
     return grads
 
 
-def _adam(u: _Update, *, is_decoupled: bool) -> None:
-    """Adam and AdamW through torch's fused kernel, weight decay done here because the kernel would bake it."""
+def _adamw(u: _Update) -> None:
+    """AdamW through graphrt's kernel: clip, decay and update in one pass over memory."""
+    amsgrad = u.group["amsgrad"]
+    moments = [u.column("exp_avg"), u.column("exp_avg_sq"), *([u.column("max_exp_avg_sq")] if amsgrad else [])]
+    adamw_(
+        u.tables.get(u.slot, u.params, u.grads, *moments),
+        u.tables.get((*u.slot, "steps"), u.column("step")),
+        lr=u.live.lr,
+        weight_decay=u.live.weight_decay,
+        grad_norm=u.norms.grad_norm,
+        max_grad_norm=u.norms.max_grad_norm,
+        beta1=float(u.group["betas"][0]),
+        beta2=float(u.group["betas"][1]),
+        eps=u.group["eps"],
+        amsgrad=amsgrad,
+        maximize=bool(u.group["maximize"]),
+    )
+
+
+def _adam(u: _Update) -> None:
+    """Adam with L2 regularisation through torch's fused kernel; the regularisation here, because the kernel would bake it."""
     _count_step(u)
-    if is_decoupled:
-        _decay(u)
-    grads = u.grads if is_decoupled else _coupled_grads(u)
-    torch._fused_adamw_(
+    torch._fused_adam_(
         u.params,
-        grads,
+        _coupled_grads(u),
         u.column("exp_avg"),
         u.column("exp_avg_sq"),
         u.column("max_exp_avg_sq") if u.group["amsgrad"] else [],
@@ -119,10 +166,8 @@ def _adam(u: _Update, *, is_decoupled: bool) -> None:
         weight_decay=0.0,
         eps=u.group["eps"],
         amsgrad=u.group["amsgrad"],
-        maximize=bool(u.group["maximize"]) and is_decoupled,
-        # The kernel divides by it, and writes the clipped gradients back.
-        grad_scale=u.clip_coef.reciprocal() if is_decoupled else None,
-        found_inf=u.found_inf,
+        maximize=False,
+        found_inf=u.norms.found_inf,
     )
 
 
@@ -145,7 +190,7 @@ def _sgd(u: _Update) -> None:
         nesterov=u.group["nesterov"],
         maximize=False,
         is_first_step=False,
-        found_inf=u.found_inf,
+        found_inf=u.norms.found_inf,
     )
 
 
@@ -155,7 +200,7 @@ def _sgd_state(group: Group, p: Tensor) -> dict[str, Tensor]:
 
 def _keep(u: _Update, old: Tensor, new: Tensor) -> None:
     """``old`` becomes ``new``, except in a skipped step."""
-    old.copy_(torch.where(u.is_skipped, old, new))
+    old.copy_(torch.where(u.norms.is_skipped, old, new))
 
 
 def _rmsprop(u: _Update) -> None:
@@ -198,7 +243,7 @@ def _muon(u: _Update) -> None:
     momentum, adjust = u.group["momentum"], u.group["adjust_lr_fn"]
     _decay(u)
     for p, raw, state in zip(u.params, u.grads, u.states, strict=True):
-        grad = raw * u.clip_coef
+        grad = raw * u.norms.clip_coef
         buffer = torch.lerp(state["momentum_buffer"], grad, 1 - momentum)
         update = torch.lerp(grad, buffer, momentum) if u.group["nesterov"] else buffer
         update = _orthogonalize(update, u.group["ns_coefficients"], u.group["ns_steps"], u.group["eps"])
@@ -230,8 +275,8 @@ class _Rule:
 
 
 _RULES: dict[type, Callable[[Group], _Rule]] = {
-    torch.optim.AdamW: lambda group: _Rule(lambda u: _adam(u, is_decoupled=True), _adam_state),
-    torch.optim.Adam: lambda group: _Rule(lambda u: _adam(u, is_decoupled=bool(u.group.get("decoupled_weight_decay", False))), _adam_state),
+    torch.optim.AdamW: lambda group: _Rule(_adamw, _adam_state),
+    torch.optim.Adam: lambda group: _Rule(_adamw if group.get("decoupled_weight_decay") else _adam, _adam_state),
     torch.optim.SGD: lambda group: _Rule(_sgd, _sgd_state),
     torch.optim.RMSprop: lambda group: _Rule(_rmsprop, _rmsprop_state),
 }
@@ -252,6 +297,7 @@ class StepOptimizer:
         self.optimizer = optimizer
         self.device = device
         self.reason_outside = _reason_outside(optimizer)
+        self.tables = TableCache()
         self._live: list[LiveGroup] = []
 
     @property
@@ -264,7 +310,8 @@ class StepOptimizer:
         groups = self.optimizer.param_groups
         while len(self._live) < len(groups):
             self._live.append(LiveGroup(torch.zeros((), device=self.device), torch.zeros((), device=self.device)))
-        for live, group in zip(self._live, groups, strict=False):
+        del self._live[len(groups) :]
+        for live, group in zip(self._live, groups, strict=True):
             live.refresh(group)
 
     def prepare(self) -> None:
@@ -287,20 +334,17 @@ class StepOptimizer:
         if "momentum_buffer" in state and state["momentum_buffer"] is None:
             state["momentum_buffer"] = torch.zeros_like(p)
 
-    def apply(self, clip_coef: Tensor, is_skipped: Tensor) -> None:
+    def apply(self, norms: Norms) -> None:
         """Update all parameters that have a gradient, with device work alone.
 
-        Args:
-            clip_coef: 0-dim fp32, multiplies the gradients.
-            is_skipped: 0-dim bool; true leaves parameters, state and step counts as they are.
+        A norm that is not finite leaves parameters, state and step counts as they are. Gradients stay unclipped.
         """
-        found_inf = is_skipped.float()
-        for group, live in zip(self.optimizer.param_groups, self._live, strict=True):
+        for i, (group, live) in enumerate(zip(self.optimizer.param_groups, self._live, strict=True)):
             update = _RULES[type(self.optimizer)](group).update
             for params in _by_dtype(group):
                 grads = [p.grad for p in params if p.grad is not None]
                 states = [self.optimizer.state[p] for p in params]
-                update(_Update(group, live, params, grads, states, clip_coef, is_skipped, found_inf))
+                update(_Update(group, live, params, grads, states, norms, self.tables, (i, params[0].dtype)))
         # What LRScheduler looks at to see that the optimizer ran before it.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
@@ -325,6 +369,10 @@ def _reason_outside(optimizer: Optimizer) -> str | None:
         return f"{name} with dampening treats its first step differently"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name} is differentiable=True"
+    if type(optimizer) is torch.optim.AdamW and any(
+        p.dtype not in _KERNEL_DTYPES for group in optimizer.param_groups for p in group["params"]
+    ):
+        return f"{name} holds parameters of another dtype than fp32, bf16 and fp16"
     if any(p.is_complex() or p.is_sparse for group in optimizer.param_groups for p in group["params"]):
         return f"{name} holds complex or sparse parameters"
     return None

@@ -8,7 +8,7 @@ is captured for it. The training graph is then compared with eager within a tole
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,7 +114,7 @@ def check_parity(trainer: Trainer, batches: Sequence[Any]) -> ParityReport:
         raise ValueError("check_parity got no batches. Pass at least one, better amax_history_len + 2 different ones.")
     _check_environment(trainer)
     trainer.check_usable("check_parity")
-    with _everything_put_back(trainer):
+    with trainer.everything_put_back(), _plain_blocks(trainer):
         _prime(trainer, batches[0])
         start = trainer.snapshot()
         with _deterministic():
@@ -136,6 +136,11 @@ def _check_environment(trainer: Trainer) -> None:
         )
 
 
+def _plain_blocks(trainer: Trainer) -> AbstractContextManager[Any]:
+    """The recorder runs a compiled block as the operations it was compiled from, so the steps beside it have to as well."""
+    return nullcontext() if trainer.device.type == "cuda" else torch.compiler.set_stance("force_eager")
+
+
 @contextmanager
 def _deterministic() -> Iterator[None]:
     was_enabled, was_warn_only = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -144,17 +149,6 @@ def _deterministic() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(was_enabled, warn_only=was_warn_only)
-
-
-@contextmanager
-def _everything_put_back(trainer: Trainer) -> Iterator[None]:
-    before = trainer.snapshot()
-    counts = trainer.save_counts()
-    try:
-        yield
-    finally:
-        before.restore()
-        trainer.restore_counts(counts)
 
 
 def _prime(trainer: Trainer, batch: Any) -> None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from graphrt.errors import FlushError
+from graphrt.guards import untraced
 from graphrt.recompute import (
     Forward,
     Phase,
@@ -27,6 +28,7 @@ from graphrt.recompute import (
     may_be_checkpointed,
     note_forward,
     open_phase,
+    unseen_by_selective_checkpoints,
 )
 from graphrt.state import QuantizationState, Scales, registered_states
 
@@ -116,9 +118,8 @@ class Context(NamedTuple):
     in_recompute: bool = False
 
 
-# A region's entry and exit are never traced: a compiled graph would bake one update in, or lose them all. Under
-# torch.compile the graph breaks there; under fullgraph=True this raises, with the reason as the message.
-_untraced = torch.compiler.disable(reason="entering or leaving graphrt.fp8_autocast updates scales on the host; open the region outside")
+# A compiled graph would bake one update in, or lose them all.
+_untraced = untraced(reason="entering or leaving graphrt.fp8_autocast updates scales on the host; open the region outside")
 
 _OUTSIDE = Context(Mode.PLAIN, None)
 _stack: list[Context] = []
@@ -184,6 +185,7 @@ class Region(AbstractContextManager["Region"]):
         # One object may be entered again while open; each entry knows whether it was an outermost one.
         self._entries: list[tuple[Context, bool]] = []
 
+    # Never traced: a compiled graph would bake one update in, or lose them all.
     @_untraced
     def __enter__(self) -> "Region":
         phase = current_phase()
@@ -205,7 +207,8 @@ class Region(AbstractContextManager["Region"]):
     def _open(self) -> RegionRecord:
         has_gradients = torch.is_grad_enabled() or is_reentrant_forward()
         if has_gradients:
-            self.before_outermost()
+            with unseen_by_selective_checkpoints():
+                self.before_outermost()
         record = RegionRecord(self._mode, has_gradients, self._group)
         if has_gradients:
             _make_backward_due_everywhere(record)
@@ -219,12 +222,11 @@ class Region(AbstractContextManager["Region"]):
             self._close(context.record)
 
     def _close(self, record: RegionRecord) -> None:
-        self.close_record(record)
-        if not record.has_gradients:
-            return
-        for state in registered_states():
-            if record.states.get(state) or state.reduces_over(record.group):
-                state.update_forward(record.group)
+        with unseen_by_selective_checkpoints():
+            self.close_record(record)
+            for state in registered_states() if record.has_gradients else []:
+                if record.states.get(state) or state.reduces_over(record.group):
+                    state.update_forward(record.group)
 
     def before_outermost(self) -> None:
         """Called before an outermost region with gradients opens."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,23 +18,25 @@ __all__ = ["ModelSnapshot", "OptimizerSnapshot", "RngSnapshot", "StepSnapshot"]
 
 @dataclass(frozen=True)
 class RngSnapshot:
-    """State of torch's generators (CPU and the given device) and of Python's."""
+    """State of torch's generators (CPU and the given device), of Python's and of numpy's."""
 
     cpu: Tensor
     device: torch.device
     cuda: Tensor | None
     host: Any
+    numpy: Any
 
     @classmethod
     def take(cls, device: torch.device) -> "RngSnapshot":
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(torch.get_rng_state(), device, cuda, random.getstate())
+        return cls(torch.get_rng_state(), device, cuda, random.getstate(), numpy.random.get_state())
 
     def restore(self) -> None:
         torch.set_rng_state(self.cpu)
         if self.cuda is not None:
             torch.cuda.set_rng_state(self.cuda, self.device)
         random.setstate(self.host)
+        numpy.random.set_state(self.numpy)
 
 
 @dataclass(frozen=True)

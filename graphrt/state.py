@@ -26,7 +26,7 @@ from torch import Tensor
 
 from graphrt import kernels
 from graphrt.errors import FlushError
-from graphrt.guards import is_capturing, is_compiling, is_in_backward
+from graphrt.guards import is_capturing, is_compiling, is_in_backward, untraced
 from graphrt.recipe import FP8_MAX, DelayedScaling
 from graphrt.recompute import in_recompute
 
@@ -233,7 +233,7 @@ class QuantizationState:
         self._is_requested = True
         self._group = group
 
-    @torch.compiler.disable(reason="a scale update on the host; flush between compiled functions")
+    @untraced(reason="a scale update on the host; flush between compiled functions")
     def flush(self) -> None:
         """Run the backward update if it is due, now. With nothing due, nothing happens.
 
@@ -253,7 +253,7 @@ class QuantizationState:
         self._update(BACKWARD, self._group)
         self._is_requested = False
 
-    @torch.compiler.disable(reason="a scale update on the host; call it between compiled functions")
+    @untraced(reason="a scale update on the host; call it between compiled functions")
     def reduce_and_update_quantization_state(self, forward: bool) -> None:
         """Update one direction now, whether or not an update is due; a backward update consumes the request.
 

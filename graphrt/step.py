@@ -14,14 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from graphrt.errors import GraphrtError
-from graphrt.optimizer import StepOptimizer, scale_
+from graphrt.kernels.multi_tensor import grad_norm
+from graphrt.optimizer import Norms, StepOptimizer, scale_
 from graphrt.region import Region
+from graphrt.sinks import GradientSinks
 from graphrt.state import QuantizationState
 
 __all__ = ["Gradients", "StepBody", "StepResult"]
 
 LossFn = Callable[[nn.Module, Any], Any]
-_CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
+_NORM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Gradients:
     def __init__(self, named: dict[str, nn.Parameter]) -> None:
         self.named = named
         self.owned: dict[str, Tensor] = {}
+        self.sinks = GradientSinks()
 
     def attach(self) -> None:
         """Put the owned tensors back where the user set ``.grad`` to None.
@@ -85,9 +88,10 @@ class Gradients:
                 self.owned[name] = p.grad
 
     def zero(self) -> None:
-        """Zero the owned tensors in place."""
-        if self.owned:
-            torch._foreach_zero_(list(self.owned.values()))
+        """Zero the owned tensors in place, but for those that the step overwrites."""
+        stale = [grad for name, grad in self.owned.items() if self.named[name] not in self.sinks]
+        if stale:
+            torch._foreach_zero_(stale)
 
     def tensors(self) -> list[Tensor]:
         """The owned tensors, in the order of the parameters."""
@@ -120,7 +124,7 @@ class StepBody:
             microbatches: what ``loss_fn`` gets, one after the other; ``region`` spans them all.
         """
         self.gradients.zero()
-        with self.surroundings(), region:
+        with self.gradients.sinks.active(), self.surroundings(), region:
             loss, metrics = self._accumulate(microbatches)
         self.update_backward()
         return self._update(loss, metrics)
@@ -130,14 +134,13 @@ class StepBody:
         """Gradient norm, clipping, optimizer."""
         self.gradients.adopt()
         self.optimizer.prepare()
-        grad_norm = self._grad_norm()
-        is_skipped = ~grad_norm.isfinite()
+        norms = Norms(self._grad_norm(), self.max_grad_norm)
         if self.optimizer.is_in_step:
-            self.optimizer.apply(self._clip_coef(grad_norm), is_skipped)
+            self.optimizer.apply(norms)
         else:
-            scale_(self.gradients.tensors(), self._clip_coef(grad_norm))
-        self.num_skipped.add_(is_skipped)
-        return StepResult(loss, grad_norm, is_skipped, metrics)
+            scale_(self.gradients.tensors(), norms.clip_coef)
+        self.num_skipped.add_(norms.is_skipped)
+        return StepResult(loss, norms.grad_norm, norms.is_skipped, metrics)
 
     def _accumulate(self, microbatches: Sequence[Any]) -> tuple[Tensor, dict[str, Tensor]]:
         """Gradients of the mean loss into ``.grad``; the mean loss and metrics."""
@@ -179,10 +182,11 @@ class StepBody:
         grads = self.gradients.tensors()
         if not grads:
             raise GraphrtError("No parameter got a gradient. Check that the loss depends on parameters with requires_grad=True.")
-        return torch.nn.utils.get_total_norm(grads, foreach=True).float()
-
-    def _clip_coef(self, grad_norm: Tensor) -> Tensor:
-        return (self.max_grad_norm / (grad_norm + _CLIP_EPS)).clamp(max=1.0)
+        if any(grad.dtype not in _NORM_DTYPES for grad in grads):
+            return torch.nn.utils.get_total_norm(grads, foreach=True).float()
+        norm = torch.empty((), device=grads[0].device)
+        grad_norm(self.optimizer.tables.get("gradients", grads), norm)
+        return norm
 
 
 def _mean(values: list[Tensor]) -> Tensor:

@@ -20,6 +20,7 @@ from graphrt.convert import quantization_state
 from graphrt.data import Corpus, Split, Windows, load_default_text, load_text, load_tokens, sample_windows, split_corpus, validation_windows
 from graphrt.interrupt import StopRequest
 from graphrt.jobsetup import build_trainer, resolve_device
+from graphrt.parity import check_parity
 from graphrt.progress import MetricsLog, make_progress
 from graphrt.runfolder import RunFolder
 from graphrt.settings import InputError, Settings
@@ -58,7 +59,15 @@ class Run:
         return "bits per byte" if self.corpus.is_bytes else "bits per token"
 
 
-def train(settings: Settings, folder: RunFolder, console: Console, *, resume: bool = False, show_all_slots: bool = False) -> int:
+def train(
+    settings: Settings,
+    folder: RunFolder,
+    console: Console,
+    *,
+    resume: bool = False,
+    show_all_slots: bool = False,
+    num_parity_steps: int = 0,
+) -> int:
     """Train to `settings.steps`, evaluate, and summarize.
 
     Args:
@@ -67,9 +76,10 @@ def train(settings: Settings, folder: RunFolder, console: Console, *, resume: bo
         console: where to show progress and the summary.
         resume: go on from the folder's checkpoint.
         show_all_slots: print every slot instead of the worst.
+        num_parity_steps: at the end, compare that many captured steps with eager ones.
 
     Returns:
-        The exit code: 0, or 130 or 143 after a clean stop by SIGINT or SIGTERM.
+        The exit code: 0; 1 if the captured steps differ; 130 or 143 after a clean stop by SIGINT or SIGTERM.
 
     Raises:
         InputError: something given cannot be used; nothing was written.
@@ -86,7 +96,9 @@ def train(settings: Settings, folder: RunFolder, console: Console, *, resume: bo
             if loss is None:
                 return _report_stop(run, stop)
             _summarize(run, loss, show_all_slots)
-    return 0
+            is_equal = _check_parity(run, num_parity_steps) if num_parity_steps else True
+            _suggest(run)
+    return 0 if is_equal else 1
 
 
 def load_corpus(settings: Settings) -> Corpus:
@@ -232,6 +244,20 @@ def _summarize(run: Run, loss: float, show_all_slots: bool) -> None:
     if run.trainer.num_skipped_steps:
         run.console.print(f"{run.trainer.num_skipped_steps} steps had a non-finite gradient and were skipped. A smaller --lr may help.")
     run.console.print(run.folder.plot_loss(run.unit, run.nats_per_unit), markup=False, highlight=False, soft_wrap=True)
+
+
+def _check_parity(run: Run, num_steps: int) -> bool:
+    """Whether captured steps equal eager ones, from the model as trained; prints the report."""
+    batches = []
+    for i in range(num_steps):
+        windows = sample_windows(run.split.train, run.settings.seq_len, run.settings.batch_size, run.settings.seed, run.step + i)
+        batches.append(_to_device(run, windows))
+    report = check_parity(run.trainer, batches)
+    run.console.print(str(report), markup=False, highlight=False)
+    return bool(report)
+
+
+def _suggest(run: Run) -> None:
     run.console.print(f"Run folder: {escape(str(run.folder.path))}, after {time.perf_counter() - run.start_s:.0f} s. Next:")
     for command, purpose in next_commands(run.settings, run.folder.path, run.device.type):
         run.console.print(f"  {escape(command)}  [dim]# {purpose}[/]", highlight=False, soft_wrap=True)

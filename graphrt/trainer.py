@@ -12,12 +12,14 @@ from torch.optim import Optimizer
 
 from graphrt import batch as batches
 from graphrt.capture.record_query import capture_answer
+from graphrt.capture.recorder import Recording
 from graphrt.capture.runner import CapturedRunner, Phase, StepGraph
 from graphrt.checkpointing import load_trainer_state, trainer_state_dict
 from graphrt.convert import quantization_state
 from graphrt.eager.autocast import FlushManager
 from graphrt.eager.runner import EagerRunner
 from graphrt.errors import GraphrtError, StaticInputError
+from graphrt.guards import is_capturing
 from graphrt.linear import Float8Linear
 from graphrt.optimizer import StepOptimizer
 from graphrt.region import is_region_open
@@ -46,7 +48,7 @@ class Trainer:
         grad_accum_steps: microbatches an optimizer step. Tensors of a batch are split along dim 0; a list of this many
             batches (more than one) is taken as it is. Loss, metrics and gradients are means over them.
         max_grad_norm: clip the global gradient norm to this; None never clips. `max_grad_norm` can be set at any time.
-        warmup_steps: eager steps before the capture, at least 1; real steps.
+        warmup_steps: eager steps before the capture, at least 2; real steps. The last of them is compared with the captured one.
         calibrate: run one pass in high precision on the first batch, so that the first step has scales.
         max_graphs: batch shapes to keep a graph for; beyond that many, steps run eagerly.
 
@@ -69,9 +71,13 @@ class Trainer:
         max_graphs: int = 1,
     ) -> None:
         _check_types(model, optimizer, loss_fn, mode)
-        for name, value in (("grad_accum_steps", grad_accum_steps), ("warmup_steps", warmup_steps), ("max_graphs", max_graphs)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be an int of at least 1, got {value!r}.")
+        for name, value, least in (
+            ("grad_accum_steps", grad_accum_steps, 1),
+            ("warmup_steps", warmup_steps, 2),
+            ("max_graphs", max_graphs, 1),
+        ):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name} must be an int of at least {least}, got {value!r}.")
         _refuse_unsupported(model, optimizer)
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.grad_accum_steps, self.warmup_steps, self.max_graphs = grad_accum_steps, warmup_steps, max_graphs
@@ -79,7 +85,8 @@ class Trainer:
         self.device = _only_device(self.named_parameters)
         self.mode = self._choose_mode(mode)
         self.state = quantization_state(model) if _is_converted(model) else None
-        self._should_calibrate = calibrate and self.state is not None
+        self._calibrates = calibrate and self.state is not None
+        self._should_calibrate = self._calibrates
         self.steps_taken = 0
         self._is_closed = False
         self._is_forced_eager = False
@@ -127,6 +134,7 @@ class Trainer:
         """
         with ExitStack() as stack:
             stack.enter_context(capture_answer(True))
+            stack.enter_context(_refusing_grad_scaler())
             if self.mode == "graph" and self.device.type != "cuda":
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             yield
@@ -146,6 +154,8 @@ class Trainer:
             GraphrtError: the trainer is closed, or the call is inside a region or torch.autocast.
         """
         self.check_usable("step")
+        if not torch.is_grad_enabled():
+            raise GraphrtError("step was called under torch.no_grad or inference_mode. A step needs gradients: call it outside.")
         batch = batches.plain(batch)
         graph = self._select(batch)
         if graph is None:
@@ -169,7 +179,7 @@ class Trainer:
         """One eager step on this trainer's state, not counted; the building block of `step`, for comparisons."""
         microbatches = batches.split(self._to_device(batch), self.grad_accum_steps)
         self._body.gradients.attach()
-        with self._atomic():
+        with self._atomic(with_optimizer_values=not self._body.optimizer.is_in_step):
             self._prepare(microbatches)
             with self._on_step_stream():
                 result = self._eager.step(microbatches)
@@ -186,20 +196,32 @@ class Trainer:
             raise StaticInputError("The batch has another shape than the one this runner captured. Pass batches of one shape.")
         return self._step_graph(runner, graph, batch)
 
+    def watch_with(self, runner: CapturedRunner, batch: Any) -> Recording:
+        """One step through ``runner``, not counted and never refused, recorded to be looked at."""
+        graph = runner.select(batch)
+        assert graph is not None
+        self._body.gradients.attach()
+        with self._atomic(with_optimizer_values=True):
+            self._prepare(batches.split(self._to_device(batch), self.grad_accum_steps))
+            return graph.watch(batch)
+
     def _step_graph(self, runner: CapturedRunner, graph: StepGraph, batch: Any) -> StepResult:
         """Warm up, capture or replay. A replay cannot fail after its checks, so nothing is copied for the case that it does."""
         self._body.gradients.attach()
         runner.check()
-        if graph.phase is Phase.REPLAY and self._body.optimizer.is_in_step:
+        if graph.phase is Phase.REPLAY and self._body.optimizer.is_in_step and not self._should_calibrate:
             FlushManager().flush()
             self._body.optimizer.refresh()
             return runner.step(graph, batch)
+        num_warmups = graph.num_warmups
         try:
-            with self._atomic():
+            with self._atomic(with_optimizer_values=not self._body.optimizer.is_in_step or graph.is_checked_afterwards):
                 self._prepare(batches.split(self._to_device(batch), self.grad_accum_steps))
                 result = runner.step(graph, batch)
                 self._body.finish(result)
         except BaseException:
+            # The step has not happened, and so has its warmup not.
+            graph.num_warmups = num_warmups
             runner.drop_unused()
             raise
         return result.clone()
@@ -214,6 +236,8 @@ class Trainer:
         """Raise GraphrtError unless ``verb`` may be called here and now."""
         if self._is_closed:
             raise GraphrtError(f"{verb} was called on a closed Trainer. Make a new one.")
+        if is_capturing():
+            raise GraphrtError(f"{verb} was called under a CUDA graph capture. The Trainer captures by itself: call it outside.")
         if is_region_open():
             raise GraphrtError(f"{verb} was called inside an fp8_autocast region. The Trainer opens its own: call it outside.")
         if torch.is_autocast_enabled(self.device.type) or torch.is_autocast_enabled("cpu"):
@@ -223,9 +247,9 @@ class Trainer:
         return batches.map_tensors(lambda x: x.to(self.device, non_blocking=True), batches.plain(batch))
 
     @contextmanager
-    def _atomic(self) -> Iterator[None]:
+    def _atomic(self, *, with_optimizer_values: bool) -> Iterator[None]:
         """Put everything back if the block raises."""
-        snapshot, counts = self.snapshot(with_optimizer_values=not self._body.optimizer.is_in_step), self.save_counts()
+        snapshot, counts = self.snapshot(with_optimizer_values=with_optimizer_values), self.save_counts()
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         try:
             yield
@@ -246,6 +270,16 @@ class Trainer:
             self.device,
             with_optimizer_values=with_optimizer_values,
         )
+
+    @contextmanager
+    def everything_put_back(self) -> Iterator[None]:
+        """Whatever steps the block takes, the trainer's tensors, counts and RNG are as before it afterwards."""
+        before, counts = self.snapshot(), self.save_counts()
+        try:
+            yield
+        finally:
+            before.restore()
+            self.restore_counts(counts)
 
     def save_counts(self) -> tuple[int, Tensor, bool, dict[str, Tensor]]:
         """What a snapshot does not hold: counts, and which gradients the trainer owns."""
@@ -320,7 +354,7 @@ class Trainer:
 
         ``torch.load(..., weights_only=True)`` reads it back.
         """
-        return trainer_state_dict(self.model, self.optimizer, self.state, self.device, self._counts())
+        return trainer_state_dict(self.model, self.optimizer, self.state, self._body.gradients, self.device, self._counts())
 
     def _counts(self) -> dict[str, int]:
         return {"steps_taken": self.steps_taken, "num_skipped": self.num_skipped_steps}
@@ -331,7 +365,15 @@ class Trainer:
         Raises:
             ValueError: it is of another model, optimizer or recipe; nothing has been changed.
         """
-        counts = load_trainer_state(state_dict, self.model, self.optimizer, self.state, self.device)
+        body = self._body
+        is_captured = self._captured is not None and self._captured.is_captured
+        if self._captured is not None:
+            self._captured.drop_unfinished()
+        counts = load_trainer_state(
+            state_dict, self.model, body.optimizer, self.state, body.gradients, self.device, is_captured=is_captured
+        )
+        # Does nothing unless the saved state never updated either.
+        self._should_calibrate = self._calibrates
         self.steps_taken = counts["steps_taken"]
         self._body.num_skipped.fill_(counts["num_skipped"])
 
@@ -359,12 +401,31 @@ class Trainer:
         self._is_closed = True
         if self._captured is not None:
             self._captured.close()
+        self._body.gradients.sinks.close()
+        self._body.optimizer.tables.clear()
 
     def __enter__(self) -> "Trainer":
         return self
 
     def __exit__(self, *_exception: object) -> None:
         self.close()
+
+
+@contextmanager
+def _refusing_grad_scaler() -> Iterator[None]:
+    """A scaled loss would make gradients that nothing unscales."""
+    original = torch.amp.GradScaler.scale
+
+    def scale(self: Any, outputs: Any) -> Any:
+        if self.is_enabled():
+            raise GraphrtError("loss_fn scales the loss with a GradScaler, which is not supported. Return the plain loss; use bf16.")
+        return original(self, outputs)
+
+    torch.amp.GradScaler.scale = scale
+    try:
+        yield
+    finally:
+        torch.amp.GradScaler.scale = original
 
 
 def _is_converted(model: nn.Module) -> bool:

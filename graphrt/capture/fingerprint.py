@@ -48,6 +48,8 @@ class Fingerprint:
         self._addresses = list(map(Tensor.data_ptr, self._present))
         self._modules = list(body.model.named_modules())
         self._training = [module.training for _, module in self._modules]
+        self._contents = [kind for _, module in self._modules for kind in _kinds(module)]
+        self._sizes = list(map(len, self._contents))
         self._parameters = list(body.gradients.named.items())
         self._requires_grad = [p.requires_grad for _, p in self._parameters]
         self._has_grad = [p.grad is not None for _, p in self._parameters]
@@ -62,6 +64,8 @@ class Fingerprint:
         found = [get(key) for get, key in self._getters]
         if not all(map(operator.is_, found, self._objects)) or list(map(Tensor.data_ptr, self._present)) != self._addresses:
             self._name_moved()
+        if list(map(len, self._contents)) != self._sizes:
+            self._name_added()
         if [module.training for _, module in self._modules] != self._training:
             self._name_flag(self._modules, self._training, "training")
         if [p.requires_grad for _, p in self._parameters] != self._requires_grad:
@@ -76,12 +80,23 @@ class Fingerprint:
         addresses = iter(self._addresses)
         for entry in self._entries:
             found = entry.holder.get(entry.key)
+            if found is None and entry.found is not None:
+                raise CaptureError(f"{entry.name} is gone since the step was captured. Put it back, or {_RECAPTURE}.")
             address = next(addresses) if isinstance(entry.found, Tensor) else None
             if found is not entry.found:
                 kind = "tensor" if isinstance(entry.found, Tensor) else "object"
                 raise CaptureError(f"{entry.name} is another {kind} than the one the step was captured with. {entry.advice}")
             if address is not None and found.data_ptr() != address:
                 raise CaptureError(f"{entry.name} has moved to another address since the step was captured. {entry.advice}")
+
+    def _name_added(self) -> None:
+        known = {(id(entry.holder), entry.key) for entry in self._entries}
+        for prefix, module in self._modules:
+            for kind in _kinds(module):
+                for key in kind:
+                    if (id(kind), key) not in known:
+                        name = f"{prefix}.{key}" if prefix else key
+                        raise CaptureError(f"{name} has appeared since the step was captured. Remove it, or {_RECAPTURE}.")
 
     def _name_flag(self, named: list[tuple[str, Any]], saved: list[bool], flag: str) -> None:
         for (name, owner), value in zip(named, saved, strict=True):
@@ -121,11 +136,15 @@ def _frozen(group: dict[str, Any]) -> dict[str, Any]:
     return {**frozen, "number of params": len(group["params"])}
 
 
+def _kinds(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
+    return module._parameters, module._buffers, module._modules
+
+
 def _model_entries(body: StepBody) -> list[_Entry]:
     advice = f"Change it in place (copy_), or {_RECAPTURE}."
     entries = []
     for prefix, module in body.model.named_modules():
-        for kind in (module._parameters, module._buffers, module._modules):
+        for kind in _kinds(module):
             entries += [_Entry(f"{prefix}.{key}" if prefix else key, kind, key, value, advice) for key, value in kind.items()]
     owned = body.gradients.owned
     entries += [_Entry(f"{name}.grad", owned, name, value, advice) for name, value in owned.items()]

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from graphrt.capture.record_location import Location, is_torch_frame, issuing_frame
 from graphrt.capture.record_nodes import name_of, tensors_in
-from graphrt.errors import CaptureError
 
 __all__ = ["Hazard", "Watcher", "is_host_constant", "mixed_devices", "operation_hazard", "refusing_calls", "replaced"]
 
@@ -38,7 +37,7 @@ class Watcher(Protocol):
     has_other_draws: bool  # another thread drew from a host generator meanwhile
 
     def is_watching(self) -> bool: ...
-    def refuse(self, name: str, hazard: Hazard, location: Location | None = None) -> CaptureError: ...
+    def refuse(self, name: str, hazard: Hazard, location: Location | None = None) -> None: ...
     def note_other_draw(self) -> None: ...
     def is_host_value(self, tensor: Tensor) -> bool: ...
 
@@ -179,7 +178,7 @@ def _refusing(watcher: Watcher, original: Callable[..., Any], shown: str, hazard
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         if watcher.is_watching() and not _is_on_other_device(args, watcher.device_type):
-            raise watcher.refuse(shown, hazard)
+            watcher.refuse(shown, hazard)
         return original(*args, **kwargs)
 
     return call
@@ -222,7 +221,7 @@ def _refusing_draw(watcher: Watcher, original: Callable[..., Any], shown: str) -
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         if watcher.is_watching():
-            raise watcher.refuse(shown, _RANDOM)
+            watcher.refuse(shown, _RANDOM)
         watcher.note_other_draw()
         return original(*args, **kwargs)
 
@@ -236,7 +235,7 @@ def _unmoved_host_rng(watcher: Watcher) -> Iterator[None]:
     yield
     for name, state in _host_rng_states().items():
         if state != before[name] and not watcher.has_other_draws:
-            raise watcher.refuse(f"{name} moved its generator during the step: it", _RANDOM)
+            watcher.refuse(f"{name} moved its generator during the step: it", _RANDOM)
 
 
 def _host_rng_states() -> dict[str, Any]:

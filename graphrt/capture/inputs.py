@@ -19,7 +19,7 @@ def signature(batch: Any) -> Any:
     if isinstance(batch, Tensor):
         return tuple(batch.shape), batch.dtype
     if isinstance(batch, dict):
-        return tuple((key, signature(value)) for key, value in batch.items())
+        return frozenset((key, signature(value)) for key, value in batch.items())
     if isinstance(batch, list | tuple):
         return type(batch).__name__, tuple(signature(value) for value in batch)
     # 1, 1.0 and True are equal and hash alike, but make different kernels.
@@ -38,7 +38,8 @@ class StaticInputs:
         self.device = device
         self.signature = signature(batch)
         self.batch = batches.map_tensors(lambda x: _static_like(x, device), batch)
-        self._tensors = [x for _, x in batches.leaves(self.batch) if isinstance(x, Tensor)]
+        list(batches.leaves(batch))
+        self._tensors = list(_tensors(self.batch, self.batch))
         self._stages: list[_PinnedStage] = []
         self._num_copies = 0
 
@@ -60,7 +61,9 @@ class StaticInputs:
 
         The caller may refill host and device buffers as soon as this returns.
         """
-        sources = list(_tensors(batch))
+        if not self._tensors:
+            return
+        sources = list(_tensors(self.batch, batch))
         if self.device.type == "cuda" and any(not x.is_cuda for x in sources):
             sources = self._stage(sources)
         with torch.no_grad():
@@ -103,15 +106,16 @@ def _static_like(x: Tensor, device: torch.device) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=device)
 
 
-def _tensors(batch: Any) -> Iterator[Tensor]:
+def _tensors(like: Any, batch: Any) -> Iterator[Tensor]:
+    """The tensors of ``batch``, dicts in the order of ``like``: a loader may give its keys in any."""
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, dict):
-        for value in batch.values():
-            yield from _tensors(value)
+        for key, value in like.items():
+            yield from _tensors(value, batch[key])
     elif isinstance(batch, list | tuple):
-        for value in batch:
-            yield from _tensors(value)
+        for one, other in zip(like, batch, strict=True):
+            yield from _tensors(one, other)
 
 
 _MISSING = object()

@@ -82,16 +82,18 @@ class RecordMode(TorchDispatchMode):
     """Executes every operation issued under it, and keeps what a replay and a comparison need of it.
 
     `keep_outputs` False keeps nothing of the tensors, so that a step takes no more memory than without the mode.
+    `is_collecting` goes on after what a graph cannot hold, to find all of it.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, device_type: str, keep_outputs: bool, current_module: Callable[[], str]) -> None:
+    def __init__(self, device_type: str, keep_outputs: bool, current_module: Callable[[], str], is_collecting: bool = False) -> None:
         super().__init__()
         self.device_type = device_type
         self.operations: list[OpNode] = []
         self.calls: list[Call] = []
-        self.refusal: CaptureError | None = None
+        self.refusals: list[CaptureError] = []
+        self.is_collecting = is_collecting
         self.has_other_draws = False
         self._keep_outputs = keep_outputs
         self._current_module = current_module
@@ -118,12 +120,13 @@ class RecordMode(TorchDispatchMode):
         """Whether the calling thread runs the step, and not the inside of an operation that is being recorded."""
         return any(mode is self for mode in _get_current_dispatch_mode_stack())
 
-    def refuse(self, name: str, hazard: Hazard, location: Location | None = None) -> CaptureError:
-        """The error to raise. The first is kept: code that swallows it does not make the step legal."""
+    def refuse(self, name: str, hazard: Hazard, location: Location | None = None) -> None:
+        """Raise, unless collecting. The first error is kept: code that swallows it does not make the step legal."""
         place = in_parentheses(location or find_location(self._owner))
         error = CaptureError(f"{name} {hazard.fact}{place}. {hazard.remedy}")
-        self.refusal = self.refusal or error
-        return error
+        self.refusals.append(error)
+        if not self.is_collecting:
+            raise error
 
     def note_other_draw(self) -> None:
         self.has_other_draws = True
@@ -149,7 +152,7 @@ class RecordMode(TorchDispatchMode):
 
     def _check(self, operation: Any, hazard: Hazard | None, location: Location | None) -> None:
         if hazard is not None:
-            raise self.refuse(name_of(operation), hazard, location)
+            self.refuse(name_of(operation), hazard, location)
 
     def _add(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, location: Location | None) -> None:
         is_constant = is_host_constant(operation)

@@ -48,8 +48,9 @@ class _RecordedGenerator:
     def set_state(self, state: Tensor) -> torch.Generator:
         if self._watcher.is_watching():
             if not self._watcher.has_made(state):
-                raise self._watcher.refuse("torch.set_rng_state", _FOREIGN)
-            self._watcher.add_rng_restore(self._generator, state)
+                self._watcher.refuse("torch.set_rng_state", _FOREIGN)
+            else:
+                self._watcher.add_rng_restore(self._generator, state)
         return self._generator.set_state(state)
 
     def manual_seed(self, seed: int) -> torch.Generator:
@@ -62,7 +63,7 @@ class _RecordedGenerator:
 
     def _refuse_seed(self, name: str) -> None:
         if self._watcher.is_watching():
-            raise self._watcher.refuse(name, _SEED)
+            self._watcher.refuse(name, _SEED)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._generator, name)

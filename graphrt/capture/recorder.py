@@ -49,9 +49,18 @@ class Recording:
     """The operations of one step, and the storages they work on. Made by `record`.
 
     outputs: what the body returned; each replay writes into its tensors.
+    refusals: what a graph cannot hold, in order of issue; only a collecting recording has any, and it cannot be replayed.
     """
 
-    def __init__(self, operations: Sequence[OpNode], calls: Sequence[Call] | None, outputs: Any, device_type: str) -> None:
+    def __init__(
+        self,
+        operations: Sequence[OpNode],
+        calls: Sequence[Call] | None,
+        outputs: Any,
+        device_type: str,
+        refusals: Sequence[CaptureError] = (),
+    ) -> None:
+        self.refusals: tuple[CaptureError, ...] = tuple(refusals)
         self.operations: tuple[OpNode, ...] = tuple(operations)
         self.outputs: Any = outputs
         self._calls = None if calls is None else tuple(calls)
@@ -90,13 +99,19 @@ class Recording:
 
 
 def record(
-    body: Callable[[], T], *, device_type: str = "cpu", on_module: nn.Module | None = None, keep_outputs: bool = True
+    body: Callable[[], T],
+    *,
+    device_type: str = "cpu",
+    on_module: nn.Module | None = None,
+    keep_outputs: bool = True,
+    is_collecting: bool = False,
 ) -> tuple[Recording, T]:
     """Run `body` once and record its operations; returns the recording and what `body` returned.
 
     device_type: the device whose work is recorded; operations on other devices run but are no part of the step.
     on_module: a root module, so that each node carries the name of the submodule that issued it.
     keep_outputs: False keeps no tensors alive; such a recording can be compared but not replayed.
+    is_collecting: go on after what a graph cannot hold, and keep it in `Recording.refusals`; for comparing only.
 
     Raises CaptureError for what a CUDA graph cannot hold, also where `body` swallowed the error. Exceptions of `body` pass
     through. Modes and replaced functions are put back in every case; what the body did to tensors is the caller's to undo.
@@ -104,10 +119,11 @@ def record(
     if not _recording.acquire(blocking=False):
         raise CaptureError("A recording is under way in this process. Record one step at a time.")
     try:
-        mode, outputs = _run(body, device_type, on_module, keep_outputs)
+        mode, outputs = _run(body, device_type, on_module, keep_outputs and not is_collecting, is_collecting)
     finally:
         _recording.release()
-    return Recording(mode.operations, mode.calls if keep_outputs else None, outputs if keep_outputs else None, device_type), outputs
+    kept = (mode.calls, outputs) if keep_outputs and not is_collecting else (None, None)
+    return Recording(mode.operations, *kept, device_type, mode.refusals), outputs
 
 
 def compare(first: Recording, second: Recording) -> list[Difference]:
@@ -119,10 +135,12 @@ def compare(first: Recording, second: Recording) -> list[Difference]:
     return compare_operations(first.operations, second.operations)
 
 
-def _run(body: Callable[[], T], device_type: str, on_module: nn.Module | None, keep_outputs: bool) -> tuple[RecordMode, T]:
+def _run(
+    body: Callable[[], T], device_type: str, on_module: nn.Module | None, keep_outputs: bool, is_collecting: bool
+) -> tuple[RecordMode, T]:
     with ExitStack() as stack:
         current_module = stack.enter_context(module_names(on_module))
-        mode = RecordMode(device_type, keep_outputs, current_module)
+        mode = RecordMode(device_type, keep_outputs, current_module, is_collecting)
         stack.enter_context(_raising_refusal(mode))
         stack.enter_context(refusing_calls(mode))
         stack.enter_context(recorded_rng(mode))
@@ -139,8 +157,8 @@ def _raising_refusal(mode: RecordMode) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if mode.refusal is None or error is mode.refusal:
+        if mode.is_collecting or not mode.refusals or error is mode.refusals[0]:
             raise
-        raise mode.refusal from error
-    if mode.refusal is not None:
-        raise mode.refusal
+        raise mode.refusals[0] from error
+    if mode.refusals and not mode.is_collecting:
+        raise mode.refusals[0]

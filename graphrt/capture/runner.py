@@ -25,6 +25,7 @@ from graphrt.capture.region import CapturedRegion
 from graphrt.capture.results import StaticResults
 from graphrt.errors import CaptureError
 from graphrt.linear import Float8Linear
+from graphrt.snapshot import OptimizerSnapshot
 from graphrt.step import StepBody, StepResult
 
 __all__ = ["CaptureStats", "CapturedRunner", "Phase", "StepGraph"]
@@ -76,12 +77,23 @@ class StepGraph:
             return Phase.REPLAY
         return Phase.CAPTURE if self.num_warmups >= self.runner.num_warmup_steps else Phase.WARMUP
 
+    @property
+    def is_checked_afterwards(self) -> bool:
+        """Whether the next step can still be refused after its optimizer has run: one that is watched, and executes."""
+        if self.phase is Phase.CAPTURE:
+            return not self.runner.is_cuda
+        return self.phase is Phase.WARMUP and self.is_last_warmup and self.runner.can_observe
+
+    @property
+    def is_last_warmup(self) -> bool:
+        """Whether the next warmup step is the one that the captured step is compared with."""
+        return self.num_warmups + 1 >= self.runner.num_warmup_steps
+
     def warm_up(self, batch: Any) -> StepResult:
         """One real step, eagerly, on the capture stream; the last one is observed operation by operation."""
         self.copy_inputs(batch)
-        is_last = self.num_warmups + 1 >= self.runner.num_warmup_steps
         with self.runner.on_capture_stream(), self.runner.measuring_peak():
-            result = self._observe() if is_last and self.runner.can_observe else self.run_captured()
+            result = self._observe() if self.is_last_warmup and self.runner.can_observe else self.run_captured()
         self.num_warmups += 1
         return result
 
@@ -111,7 +123,33 @@ class StepGraph:
         if self.observation is None:
             self.run_captured()
             return None
-        return record(self.run_captured, device_type=self.runner.device.type, on_module=self.runner.body.model, keep_outputs=False)[0]
+        return self._record()
+
+    def watch(self, batch: Any) -> Recording:
+        """One step, executed and recorded, whatever a graph would refuse in it."""
+        self.copy_inputs(batch)
+        with self.runner.on_capture_stream():
+            return self._record(is_collecting=True)
+
+    def _record(self, *, is_collecting: bool = False) -> Recording:
+        kind, model = self.runner.device.type, self.runner.body.model
+        return record(self.run_captured, device_type=kind, on_module=model, keep_outputs=False, is_collecting=is_collecting)[0]
+
+    def diagnose(self) -> CaptureError | None:
+        """What the step holds that a graph cannot: the same step again, executed and watched. None if nothing is found."""
+        optimizer = self.runner.body.optimizer.optimizer
+        before = OptimizerSnapshot.take(optimizer, with_values=True)
+        try:
+            with self.runner.on_capture_stream():
+                self._record()
+        except CaptureError as error:
+            return error
+        except Exception:
+            # The capture's own error says more than one of a second attempt.
+            return None
+        finally:
+            before.restore(optimizer)
+        return None
 
     def copy_inputs(self, batch: Any) -> None:
         """Copy a batch in, on the current stream."""
@@ -165,8 +203,8 @@ class CapturedRunner:
         Raises:
             StaticInputError: ``max_graphs`` is 1 and the batch differs from the captured one.
         """
-        key = signature(batch)
         try:
+            key = signature(batch)
             graph = self._graphs.get(key)
         except TypeError:
             list(batches.leaves(batch))
@@ -188,6 +226,16 @@ class CapturedRunner:
         """Forget shapes that have not completed a step: their first one failed."""
         for key in [key for key, graph in self._graphs.items() if graph.num_warmups == 0]:
             del self._graphs[key]
+
+    def drop_unfinished(self) -> None:
+        """Forget shapes on their way to a graph, whose warmup found gradients and optimizer state that are no longer there."""
+        for key in [key for key, graph in self._graphs.items() if graph.graph is None]:
+            self._graphs.pop(key).close()
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether any graph exists."""
+        return self._fingerprint is not None
 
     # -- running
 
@@ -238,9 +286,11 @@ class CapturedRunner:
         except CaptureError:
             raise
         except Exception as error:
-            raise CaptureError(
+            # The driver names no operation; the step's parameters and buffers are put back by the caller, as after any failure.
+            found = graph.diagnose()
+            raise found or CaptureError(
                 f"The step could not be captured: {_first_line(error)} "
-                "Run it with trainer.eager(), or find the operation with graphrt check."
+                "Run it with trainer.eager(), or find the operation with graphrt.check_capture."
             ) from error
         self.stats.num_nodes_by_kind = captured.num_nodes_by_kind
         self.stats.pool_bytes_after = torch.cuda.memory_reserved(self.device)
@@ -260,7 +310,7 @@ class CapturedRunner:
                 f"{new[0]} got its first gradient in the step that was captured, after {self.num_warmup_steps} warmup steps without one. "
                 "Raise warmup_steps, or make every step use it."
             )
-        if graph.observation is None or observation is None or self.num_warmup_steps < 2:
+        if graph.observation is None or observation is None:
             return
         differences = compare(graph.observation, observation)
         if differences:

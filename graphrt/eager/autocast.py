@@ -1,5 +1,6 @@
 """fp8_autocast: a region whose top-level entry flushes what earlier backwards requested."""
 
+import sys
 import warnings
 from typing import Any
 
@@ -52,5 +53,13 @@ class fp8_autocast(Region):
             warnings.warn(
                 "fp8_autocast was entered under a CUDA graph capture: the forward update is captured with the region's exit, the backward "
                 "update is not. Call state.reduce_and_update_quantization_state(forward=False) after the backward, inside the capture.",
-                stacklevel=4,
+                stacklevel=_level_of_the_user(),
             )
+
+
+def _level_of_the_user() -> int:
+    """``stacklevel`` at which a warning from the calling function names the first line outside graphrt and torch."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("graphrt", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level

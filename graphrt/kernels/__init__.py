@@ -13,6 +13,7 @@ from graphrt.kernels.device import preload
 from graphrt.kernels.gemm import scaled_mm
 from graphrt.kernels.quantized import (
     QuantizedTensor,
+    QuantizeTo,
     allocate,
     check_arguments,
     check_input,
@@ -21,7 +22,7 @@ from graphrt.kernels.quantized import (
     check_update_arguments,
 )
 
-__all__ = ["QuantizedTensor", "allocate", "preload", "quantize", "record_amax_", "scaled_mm", "update_scales_"]
+__all__ = ["QuantizeTo", "QuantizedTensor", "allocate", "preload", "quantize", "record_amax_", "scaled_mm", "update_scales_"]
 
 
 def quantize(

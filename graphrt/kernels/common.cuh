@@ -173,3 +173,89 @@ __device__ __forceinline__ void transpose_4x4(u32 r0, u32 r1, u32 r2, u32 r3, u3
 __device__ __forceinline__ i64 clamp_count(i64 count, i64 largest) {
     return count < 0 ? 0 : count > largest ? largest : count;
 }
+
+// ---- bf16 out ------------------------------------------------------------------------------------------------------
+
+// Two floats to bf16, to nearest even, the first in the low half; NaN becomes 0x7fff.
+__device__ __forceinline__ u32 pack_bf16x2(float low, float high) {
+#ifdef GRAPHRT_EMULATION
+    return emulated_bf16x2(low, high);
+#else
+    u32 packed;
+    asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(packed) : "f"(low), "f"(high));
+    return packed;
+#endif
+}
+
+__device__ __forceinline__ Bytes16 pack_bf16(const float* values) {
+    Bytes16 v;
+#pragma unroll
+    for (int w = 0; w < 4; w++) v.word[w] = pack_bf16x2(values[2 * w], values[2 * w + 1]);
+    return v;
+}
+
+__device__ __forceinline__ void store_bf16(u16* out, i64 index, const Bytes16& v) {
+    *reinterpret_cast<uint4*>(out + index) = uint4{v.word[0], v.word[1], v.word[2], v.word[3]};
+}
+
+// ---- the transposed copy of FP8 words that threads of a block hold --------------------------------------------------
+
+// Two words a row, four rows of eight columns -> eight words, one per column, of four rows each.
+__device__ __forceinline__ void transpose_4x8(const u32 (*q)[2], u32* columns) {
+    transpose_4x4(q[0][0], q[1][0], q[2][0], q[3][0], columns);
+    transpose_4x4(q[0][1], q[1][1], q[2][1], q[3][1], columns + 4);
+}
+
+// A tile of 128 rows x 64 columns for 256 threads, each of which holds four rows of eight columns. It passes through
+// shared memory in 16-byte units of 16 rows, so that a column leaves as 128 contiguous bytes. A unit is placed at its
+// index XOR the column group: writes and reads touch all 32 banks once.
+namespace fp8_tile {
+
+[[maybe_unused]] constexpr int kThreads = 256;
+[[maybe_unused]] constexpr int kRows = 128;
+[[maybe_unused]] constexpr int kCols = 64;
+[[maybe_unused]] constexpr int kLanes = kCols / 8;      // threads side by side
+[[maybe_unused]] constexpr int kColUnits = kRows / 16;  // units of a column
+[[maybe_unused]] constexpr int kUnits = kCols * kColUnits;
+
+struct Place {
+    i64 tile_row, tile_col;  // first row and column of the tile
+    int lane, group;         // this thread's columns are 8 * lane.., its rows 4 * group..
+    __device__ __forceinline__ i64 row() const { return tile_row + 4 * group; }
+    __device__ __forceinline__ i64 col() const { return tile_col + 8 * lane; }
+};
+
+// Tiles go across the matrix first.
+__device__ __forceinline__ Place locate(i64 cols) {
+    const u32 tiles_across = (u32)((cols + kCols - 1) / kCols);
+    const u32 down = blockIdx.x / tiles_across;
+    const i64 across = blockIdx.x - down * tiles_across;
+    return Place{(i64)down * kRows, across * kCols, (int)threadIdx.x % kLanes, (int)threadIdx.x / kLanes};
+}
+
+__device__ __forceinline__ void put(const Place& place, const u32 (*q)[2], uint4* units) {
+    u32* words = reinterpret_cast<u32*>(units);
+    const int unit = (place.group / 4) ^ place.lane;
+    u32 columns[8];
+    transpose_4x8(q, columns);
+#pragma unroll
+    for (int c = 0; c < 8; c++) {
+        words[((8 * place.lane + c) * kColUnits + unit) * 4 + place.group % 4] = columns[c];
+    }
+}
+
+// After a barrier behind put. `transposed` is [cols, ceil16(rows)], 16-byte aligned.
+__device__ __forceinline__ void store(const Place& place, const uint4* units, u8* transposed, i64 rows, i64 cols) {
+    const i64 padded_rows = (rows + 15) / 16 * 16;
+#pragma unroll
+    for (int i = 0; i < kUnits / kThreads; i++) {
+        const int index = i * kThreads + (int)threadIdx.x;
+        const int column = index / kColUnits, unit = index % kColUnits;
+        const i64 col = place.tile_col + column, row = place.tile_row + 16 * unit;
+        if (col >= cols || row >= padded_rows) continue;
+        *reinterpret_cast<uint4*>(transposed + col * padded_rows + row) =
+            units[column * kColUnits + (unit ^ (column / 8))];
+    }
+}
+
+}  // namespace fp8_tile

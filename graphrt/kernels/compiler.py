@@ -58,7 +58,7 @@ def compile_source(source: str, name: str, arch: str, *, ptxas_options: tuple[st
 
 def source_text(name: str) -> str:
     """The whole text of the source ``name``, as it is compiled."""
-    return f"{COMMON.read_text()}\n#line 1 \"{name}.cu\"\n{SOURCES[name].read_text()}"
+    return f'{COMMON.read_text()}\n#line 1 "{name}.cu"\n{SOURCES[name].read_text()}'
 
 
 @functools.cache

@@ -21,6 +21,7 @@ def scaled_mm(
     *,
     fast_accum: bool,
     bias: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Multiply two FP8 matrices, both stored with the contraction innermost.
 
@@ -33,6 +34,7 @@ def scaled_mm(
         fast_accum: accumulate in the tensor cores' reduced precision; ignored on a CPU.
         bias: [N], added after scaling; any floating dtype. On CUDA one of the output's 16-bit dtype is added inside the
             GEMM, any other by a second kernel.
+        out: [M, N] of ``out_dtype``, row-major, to write into.
 
     Returns:
         [M, N] of ``out_dtype``.
@@ -41,12 +43,13 @@ def scaled_mm(
         ValueError: a shape, dtype or layout that FP8 GEMMs on the GPU refuse, refused on every device.
     """
     _check(a, a_scale_inv, b_t, b_scale_inv, out_dtype, bias)
-    if a.shape[0] == 0 or a.shape[1] == 0 or b_t.shape[0] == 0:
-        return _multiply_nothing(a, b_t, out_dtype, bias)
-    if not a.is_cuda:
-        return _reference(a, a_scale_inv, b_t, b_scale_inv, out_dtype, bias)
+    if a.shape[0] == 0 or a.shape[1] == 0 or b_t.shape[0] == 0 or not a.is_cuda:
+        run = _reference if a.numel() and b_t.numel() else _multiply_nothing
+        product = run(a, a_scale_inv, b_t, b_scale_inv, out_dtype, bias)
+        return product if out is None else out.copy_(product)
     is_fused = bias is not None and bias.dtype is out_dtype and out_dtype is not torch.float32
-    out = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+    keywords = {} if out is None else {"out": out}
+    product = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
         a,
         b_t.t(),
         scale_a=a_scale_inv,
@@ -54,16 +57,19 @@ def scaled_mm(
         bias=bias if is_fused else None,
         out_dtype=out_dtype,
         use_fast_accum=fast_accum,
+        **keywords,
     )
-    return out if bias is None or is_fused else out.add_(bias)
+    return product if bias is None or is_fused else product.add_(bias)
 
 
 def _reference(a: Tensor, a_scale_inv: Tensor, b_t: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-    product = (a.float() @ b_t.float().t()) * (a_scale_inv * b_scale_inv)
+    # Autocast would round the fp32 sums to bf16.
+    with torch.autocast("cpu", enabled=False):
+        product = (a.float() @ b_t.float().t()) * (a_scale_inv * b_scale_inv)
     return (product if bias is None else product + bias.float()).to(out_dtype)
 
 
-def _multiply_nothing(a: Tensor, b_t: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+def _multiply_nothing(a: Tensor, _a_inv: Tensor, b_t: Tensor, _b_inv: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
     """The result when M, K or N is 0, which cuBLASLt does not take."""
     out = torch.zeros((a.shape[0], b_t.shape[0]), dtype=out_dtype, device=a.device)
     return out if bias is None else out.add_(bias)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["FP8_DTYPES", "TRANSPOSE_MULTIPLE", "QuantizedTensor", "allocate", "check_arguments", "transposed_shape"]
+__all__ = ["FP8_DTYPES", "TRANSPOSE_MULTIPLE", "QuantizeTo", "QuantizedTensor", "allocate", "check_arguments", "transposed_shape"]
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -20,6 +20,17 @@ class QuantizedTensor(NamedTuple):
     data: Tensor  # [rows, cols] fp8, row-major
     transposed: Tensor | None  # [cols, ceil16(rows)] fp8, row-major, the pad columns zero; None without transpose
     scale_inv: Tensor  # [1] fp32, own storage: a later update of the slot never changes data already quantized
+
+
+class QuantizeTo(NamedTuple):
+    """Where and how a fused kernel quantizes its output; the arguments of ``graphrt.kernels.quantize``."""
+
+    scale: Tensor  # [n] fp32
+    scale_inv: Tensor  # [n, 4] fp32, column 0 the value
+    slot: int
+    dtype: torch.dtype  # torch.float8_e4m3fn or torch.float8_e5m2
+    amax: Tensor | None  # [n] fp32, the staging row; None records nothing
+    transpose: bool = True
 
 
 def transposed_shape(rows: int, cols: int) -> tuple[int, int]:

@@ -23,7 +23,7 @@ struct alignas(16) uint4 { unsigned int x, y, z, w; };
 struct alignas(8) uint2 { unsigned int x, y; };
 struct uint3 { unsigned int x, y, z; };
 
-static uint3 threadIdx, blockIdx;
+static uint3 threadIdx, blockIdx, blockDim;
 
 // ---- fibers ----
 
@@ -109,6 +109,7 @@ static void run_grid(std::function<void()> kernel, int num_blocks, int num_threa
     stacks.resize(kMaxThreads * kStackBytes);
     body = std::move(kernel);
     block_threads = num_threads;
+    blockDim = {(unsigned int)num_threads, 1, 1};
     is_reversed = reversed;
     for (int i = 0; i < num_blocks; i++) {
         blockIdx = {(unsigned int)(reversed ? num_blocks - 1 - i : i), 0, 0};
@@ -135,6 +136,10 @@ static inline unsigned int __shfl_xor_sync(unsigned int, unsigned int value, int
     return exchange_in_warp(value, [=](int first, int lane) { return fibers[first + (lane ^ lane_mask)].exchanged; });
 }
 
+static inline unsigned int __shfl_sync(unsigned int, unsigned int value, int source) {
+    return exchange_in_warp(value, [=](int first, int) { return fibers[first + source % 32].exchanged; });
+}
+
 static inline unsigned int __reduce_max_sync(unsigned int, unsigned int value) {
     return exchange_in_warp(value, [](int first, int) {
         unsigned int largest = 0;
@@ -149,9 +154,22 @@ static inline int atomicMax(int* address, int value) {
     return old;
 }
 
+static inline unsigned int atomicAdd(unsigned int* address, unsigned int value) {
+    const unsigned int old = *address;
+    *address += value;
+    return old;
+}
+
+static inline void __threadfence() {}
+
 static inline float __uint_as_float(unsigned int bits) { float f; memcpy(&f, &bits, 4); return f; }
 static inline unsigned int __float_as_uint(float f) { unsigned int bits; memcpy(&bits, &f, 4); return bits; }
+static inline float __fadd_rn(float a, float b) { return a + b; }
+static inline float __fsub_rn(float a, float b) { return a - b; }
+static inline float __fmul_rn(float a, float b) { return a * b; }
 static inline float __fdiv_rn(float a, float b) { return a / b; }
+static inline float __fsqrt_rn(float a) { return std::sqrt(a); }
+static inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 
 static inline unsigned int __byte_perm(unsigned int a, unsigned int b, unsigned int selector) {
     const unsigned long long bytes = (unsigned long long)b << 32 | a;
@@ -167,6 +185,23 @@ static inline float emulated_half_to_float(unsigned short bits) {
     const float sign = bits & 0x8000 ? -1.0f : 1.0f;
     if (exponent == 31) return mantissa ? __uint_as_float(0x7fffffffu) : sign * INFINITY;
     return sign * std::ldexp(exponent ? 1024.0f + mantissa : (float)mantissa, (exponent ? exponent : 1) - 25);
+}
+
+// cvt.rn: to nearest, ties to even, beyond the largest finite value inf.
+static inline unsigned short emulated_float_to_half(float value) {
+    const unsigned short sign = std::signbit(value) ? 0x8000 : 0;
+    if (std::isnan(value)) return 0x7fff;
+    const float magnitude = std::fabs(value);
+    if (magnitude >= 65520.0f) return sign | 0x7c00;
+    if (magnitude == 0) return sign;
+    const int exponent = std::max(std::ilogb(magnitude), -14);
+    return sign | (unsigned short)(((exponent + 14) << 10) + (int)std::nearbyint(std::ldexp(magnitude, 10 - exponent)));
+}
+
+static inline unsigned short emulated_float_to_bf16(float value) {
+    if (std::isnan(value)) return 0x7fff;
+    const unsigned int bits = __float_as_uint(value);
+    return (unsigned short)((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
 }
 
 // cvt.rn.satfinite: to nearest, ties to even, beyond `largest` it is `largest`, NaN of either sign is 0x7f.
@@ -186,4 +221,9 @@ static inline unsigned int emulated_e4m3x2(float low, float high) {
 
 static inline unsigned int emulated_e5m2x2(float low, float high) {
     return emulated_fp8(low, 2, 15, 57344) | emulated_fp8(high, 2, 15, 57344) << 8;
+}
+
+// cvt.rn.bf16x2: to nearest, ties to even, NaN is 0x7fff.
+static inline unsigned int emulated_bf16x2(float low, float high) {
+    return emulated_float_to_bf16(low) | (unsigned int)emulated_float_to_bf16(high) << 16;
 }

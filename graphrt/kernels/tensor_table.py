@@ -1,0 +1,178 @@
+"""Lists of tensors as the kernels of :mod:`graphrt.kernels.multi_tensor` read them: a table of addresses on the device."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from graphrt import guards
+from graphrt.errors import GraphrtError
+
+__all__ = ["NUM_NORM_BLOCKS", "TableCache", "TensorTable", "describe"]
+
+# These mirror the constants of grad_norm.cu and adamw.cu.
+_CHUNK = 8192  # elements a block takes at once
+_SHARED_SCALARS = 4
+_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+#: Blocks of the norm: four on each of an H200's multiprocessors. Fixed, because the order of summation depends on it.
+NUM_NORM_BLOCKS = 528
+
+
+@dataclass(frozen=True)
+class _DeviceTable:
+    """A table as the kernels read it, and the memory they leave intermediate results in."""
+
+    words: Tensor  # int64: addresses [columns, rows], sizes [rows], dtype codes [rows], chunks [num_chunks]
+    addresses: tuple[int, int, int, int]  # where those four start
+    scalars: Tensor  # [4 + 2 * rows] fp32, written by the first AdamW launch for the second
+    partials: Tensor  # [1 + NUM_NORM_BLOCKS] fp64: the count of finished blocks (an integer), then one sum a block
+    num_chunks: int
+
+
+class TensorTable:
+    """Parallel lists of tensors, in the form the kernels want. It holds the tensors.
+
+    Their addresses must stay: a ``.data`` that is replaced is not followed (see :meth:`holds`). Two launches with one table
+    must not run at the same time: they share its intermediate memory.
+
+    Args:
+        columns: lists of equal length, one or more, not empty; fp32, bf16 or fp16. A row has one shape and the same
+            dense strides in every column, as torch's fused kernels ask. Empty tensors and addresses of any alignment are fine.
+
+    Raises:
+        ValueError: the columns are not as above; the message names the row.
+    """
+
+    def __init__(self, *columns: Sequence[Tensor]) -> None:
+        _check_columns(columns)
+        self.columns = tuple(tuple(column) for column in columns)
+        self.device = self.columns[0][0].device
+        self._key = _key(columns)
+        if self.device.type == "cuda":
+            _ = self.on_device  # now: a later first use could be under capture, which refuses the copy
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.columns[0])
+
+    @cached_property
+    def dtype(self) -> torch.dtype | None:
+        """The one dtype of all tensors; None if there are several."""
+        dtypes = {x.dtype for x in chain(*self.columns)}
+        return dtypes.pop() if len(dtypes) == 1 else None
+
+    def holds(self, *columns: Sequence[Tensor]) -> bool:
+        """Whether ``columns`` have this table's addresses, sizes and dtypes."""
+        return self._key == _key(columns)
+
+    @cached_property
+    def on_device(self) -> _DeviceTable:
+        """The table in the device's memory; made without a sync."""
+        first = self.columns[0]
+        chunks = _chunk_map([x.numel() for x in first])
+        pointers = np.array([[x.data_ptr() for x in column] for column in self.columns], dtype=np.int64)
+        sizes = np.array([x.numel() for x in first], dtype=np.int64)
+        codes = np.array([_DTYPE_CODES[x.dtype] for x in first], dtype=np.int64)
+        host = torch.from_numpy(np.concatenate([pointers.ravel(), sizes, codes, chunks]))
+        if self.device.type == "cuda":
+            host = host.pin_memory()
+        words = host.to(self.device, non_blocking=True)
+        start = words.data_ptr()
+        return _DeviceTable(
+            words=words,
+            addresses=(start, start + pointers.nbytes, start + pointers.nbytes + sizes.nbytes, start + pointers.nbytes + 2 * sizes.nbytes),
+            scalars=torch.zeros(_SHARED_SCALARS + 2 * self.num_rows, dtype=torch.float32, device=self.device),
+            partials=torch.zeros(1 + NUM_NORM_BLOCKS, dtype=torch.float64, device=self.device),
+            num_chunks=len(chunks),
+        )
+
+
+class TableCache:
+    """The tables of a step body that is issued anew each time, one a slot, made again when an address changed.
+
+    A table used under capture stays until :meth:`clear`: the graph reads it at every replay.
+    """
+
+    def __init__(self) -> None:
+        self._tables: dict[Hashable, TensorTable] = {}
+        self._captured: list[TensorTable] = []
+
+    def get(self, slot: Hashable, *columns: Sequence[Tensor]) -> TensorTable:
+        """The table of ``columns``, new only if the slot's last one has other tensors.
+
+        Raises:
+            ValueError: as :class:`TensorTable`.
+            GraphrtError: it would have to be made while the current stream captures.
+        """
+        table = self._tables.get(slot)
+        is_current = table is not None and table.holds(*columns)
+        is_capturing = _is_under_capture(columns)
+        if is_capturing and not is_current:
+            raise GraphrtError(
+                f"The tensors of table {slot!r} are not those of the last eager step, and a capture cannot make a table for them. "
+                "Run an eager step on the same tensors first."
+            )
+        if table is None or not is_current:
+            table = self._tables[slot] = TensorTable(*columns)
+        if is_capturing and not any(table is captured for captured in self._captured):
+            self._captured.append(table)
+        return table
+
+    def clear(self) -> None:
+        """Drop all tables. No graph captured with one may be replayed any more."""
+        self._tables.clear()
+        self._captured.clear()
+
+
+def _is_under_capture(columns: Sequence[Sequence[Tensor]]) -> bool:
+    return any(column[0].is_cuda for column in columns[:1] if column) and guards.is_capturing()
+
+
+def _chunk_map(sizes: list[int]) -> np.ndarray:
+    """[num_chunks] int64, ``row << 32 | chunk of the row``, rows in order."""
+    num_chunks = np.array([-(-size // _CHUNK) for size in sizes], dtype=np.int64)
+    rows = np.repeat(np.arange(len(sizes), dtype=np.int64), num_chunks)
+    starts = np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)
+    return rows << 32 | np.arange(len(rows), dtype=np.int64) - starts
+
+
+def _key(columns: Sequence[Sequence[Tensor]]) -> list[list[tuple[int, int, torch.dtype]]]:
+    return [[(x.data_ptr(), x.numel(), x.dtype) for x in column] for column in columns]
+
+
+def _check_columns(columns: Sequence[Sequence[Tensor]]) -> None:
+    lengths = [len(column) for column in columns]
+    if not lengths or lengths[0] == 0 or len(set(lengths)) != 1:
+        raise ValueError(f"columns have lengths {lengths}, expected equal ones above 0. Leave the call out if there are no tensors.")
+    expected_device = columns[0][0].device
+    for i, row in enumerate(zip(*columns, strict=True)):
+        for x in row:
+            if x.layout is not torch.strided or x.dtype not in _DTYPE_CODES or x.device != expected_device:
+                raise ValueError(f"row {i} holds {describe(x)}, expected dense float32, bfloat16 or float16 on {expected_device}.")
+            if x.shape != row[0].shape or x.stride() != row[0].stride() or not _is_dense(x):
+                raise ValueError(
+                    f"row {i} holds {describe(x)} beside {describe(row[0])}, expected one shape and one dense layout in a row. "
+                    "Make the tensors contiguous."
+                )
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether the elements fill a range of memory once, in any order of dimensions."""
+    if x.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def describe(x: Tensor) -> str:
+    """The tensor in an error message."""
+    return f"a {x.dtype} tensor of shape {list(x.shape)} on {x.device}" if x.layout is torch.strided else f"a {x.layout} tensor"

@@ -1,0 +1,87 @@
+"""The feed-forward half of a transformer block: five stages, four kernels beside the GEMMs, FP8 in between.
+
+    s = residual + delta                     one kernel writes s and quantizes n
+    n = rms_norm(s) * weight
+    h = n w13^T                              GEMM
+    a = silu(gate) * up                      one kernel, quantizes a
+    y = a w2^T                               GEMM
+
+In the backward the output gradient of w13 is quantized by the kernel that computes it, and never exists in 16 bits.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from graphrt.guards import untraced
+from graphrt.kernels.norm import rms_norm, rms_norm_backward
+from graphrt.kernels.swiglu import swiglu, swiglu_backward
+from graphrt.nn.gemm import Gemm, can_fuse, gemm_of
+from graphrt.nn.norm import composed_norm
+from graphrt.nn.rows import flatten
+
+__all__ = ["swiglu_feed_forward"]
+
+
+def swiglu_feed_forward(
+    residual: Tensor, delta: Tensor, norm_weight: Tensor, w13: nn.Linear, w2: nn.Linear, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Add to the residual stream, normalize, and run a SwiGLU feed-forward (Shazeer, 2020).
+
+    Args:
+        residual: [..., D], the residual stream.
+        delta: [..., D], what the layer before adds to it.
+        norm_weight: [D], of the RMSNorm.
+        w13: D -> 2 F without bias; gate and up side by side.
+        w2: F -> D without bias.
+        eps: of the RMSNorm.
+
+    Returns:
+        (residual + delta, what this layer adds to it), both [..., D] in the residual's dtype.
+    """
+    if not can_fuse(residual, w13, w2):
+        stream, n = composed_norm(residual, delta, norm_weight, eps)
+        gate, up = w13(n).chunk(2, dim=-1)
+        return stream, w2(F.silu(gate) * up)
+    gemms = gemm_of(w13, residual), gemm_of(w2, residual)
+    return _FeedForward.apply(residual, delta, norm_weight, w13.weight, w2.weight, *gemms, eps)
+
+
+class _FeedForward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, residual: Tensor, delta: Tensor, norm_weight: Tensor, w13: Tensor, w2: Tensor, first: Gemm, second: Gemm, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        with torch.autocast(residual.device.type, enabled=False):
+            stream, n, rstd = rms_norm(flatten(delta), flatten(residual), norm_weight, eps, to=first.input_target())
+            h = first.forward(n)
+            a = swiglu(h, to=second.input_target())
+            y = second.forward(a)
+        ctx.save_for_backward(stream, rstd, norm_weight, h, *first.release(n), *second.release(a))
+        ctx.first, ctx.second, ctx.shape = first, second, residual.shape
+        return stream.view(residual.shape), y.view(residual.shape)
+
+    @staticmethod
+    @untraced
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grad_outputs: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        stream, rstd, norm_weight, h, *saved = ctx.saved_tensors
+        grad_stream, grad_y = map(flatten, grad_outputs)
+        first, second = ctx.first, ctx.second
+        needs_w13, needs_w2 = ctx.needs_input_grad[3:5]
+        g2 = second.prepare_grad(grad_y, transpose=needs_w2)
+        grad_a = second.grad_input(g2, saved[4:])
+        grad_w2 = second.weight_grad(g2, saved[4:]) if needs_w2 else None
+        g13 = swiglu_backward(h, grad_a, to=first.grad_target(transpose=needs_w13))
+        grad_n = first.grad_input(g13, saved[:4])
+        grad_w13 = first.weight_grad(g13, saved[:4]) if needs_w13 else None
+        grad_x, grad_norm = rms_norm_backward(grad_n, stream, rstd, norm_weight, grad_stream)
+        first.finish()
+        second.finish()
+        grad_x = grad_x.view(ctx.shape)
+        return grad_x, grad_x, grad_norm.to(norm_weight.dtype), grad_w13, grad_w2, None, None, None

@@ -1,0 +1,160 @@
+"""The GEMMs of one linear, for fused layers that produce the linear's input and consume its input gradient themselves.
+
+A fused layer asks `gemm_of(linear, x)` once a forward. Where the linear quantizes, activations and output gradients travel
+as `QuantizedTensor`, made by the kernel that computed them; elsewhere they are plain tensors and the GEMMs run in the
+activation's dtype. The layer's code is the same for both.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphrt import kernels
+from graphrt.kernels import QuantizedTensor, QuantizeTo
+from graphrt.linear import Float8Linear, LinearCall, finish_backward, weight_grad
+from graphrt.region import Mode, current_context
+from graphrt.sinks import deliver
+
+__all__ = ["Fp8Gemm", "Gemm", "PlainGemm", "can_fuse", "gemm_of"]
+
+#: A tensor in the form that the GEMM takes: quantized or plain, [rows, features].
+Operand = Any
+
+
+class PlainGemm:
+    """Products in the dtype of the activations; weight gradients in the parameter's, where the GEMM can write it."""
+
+    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
+        self.weight, self.dtype = weight, dtype
+        self._cast: Tensor | None = weight.detach().to(dtype)
+
+    def input_target(self) -> None:
+        """Producers write plain tensors."""
+        return
+
+    def grad_target(self, transpose: bool = True) -> None:
+        """Producers write plain tensors."""
+        del transpose
+
+    def prepare_grad(self, grad_output: Tensor, transpose: bool = True) -> Tensor:
+        """The output gradient as `grad_input` and `weight_grad` take it."""
+        del transpose
+        return grad_output
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x w^T``: [rows, in_features] -> [rows, out_features]."""
+        assert self._cast is not None
+        return x @ self._cast.t()
+
+    def release(self, x: Tensor) -> list[Tensor | None]:
+        """What the backward needs, for ``save_for_backward``, four entries; nothing of it is kept here."""
+        cast, self._cast = self._cast, None
+        return [x, None, cast, None]
+
+    def grad_input(self, grad: Tensor, saved: list[Tensor]) -> Tensor:
+        """``dy w``."""
+        return grad @ saved[2]
+
+    def weight_grad(self, grad: Tensor, saved: list[Tensor]) -> Tensor | None:
+        """``dy^T x`` into the weight's sink, or returned."""
+        return deliver(self.weight, lambda out: _mm(grad.t(), saved[0], self.weight.dtype, out))
+
+    def finish(self) -> None:
+        """Nothing was requested."""
+
+
+class Fp8Gemm:
+    """Products of FP8 operands, with the scales of the linear's slots."""
+
+    def __init__(self, linear: Float8Linear, call: LinearCall, weight: QuantizedTensor, dtype: torch.dtype) -> None:
+        self.weight, self.dtype, self._call = linear.weight, dtype, call
+        self._quantized: QuantizedTensor | None = weight
+
+    def input_target(self) -> QuantizeTo:
+        """Where the kernel that computes the input quantizes it to."""
+        call = self._call
+        assert call.record is not None
+        scales = call.record.scales(call.state)
+        amax = call.state.staging_row if call.is_training else None
+        dtype = call.state.recipe.fp8_format.forward_dtype
+        return QuantizeTo(scales.scale, scales.scale_inv, call.slots.input, dtype, amax, call.is_differentiable)
+
+    def grad_target(self, transpose: bool = True) -> QuantizeTo:
+        """Where the kernel that computes the output gradient quantizes it to."""
+        state = self._call.state
+        dtype = state.recipe.fp8_format.backward_dtype
+        scales = state.scales
+        return QuantizeTo(scales.scale, scales.scale_inv, self._call.slots.grad_output, dtype, state.staging_row, transpose)
+
+    def prepare_grad(self, grad_output: Tensor, transpose: bool = True) -> QuantizedTensor:
+        """Quantize an output gradient that another kernel left plain."""
+        to = self.grad_target(transpose)
+        return kernels.quantize(grad_output, to.scale, to.scale_inv, to.slot, to.dtype, amax=to.amax, transpose=transpose)
+
+    def forward(self, x: QuantizedTensor) -> Tensor:
+        """``x w^T``: [rows, in_features] -> [rows, out_features]."""
+        w = self._quantized
+        assert w is not None
+        return kernels.scaled_mm(x.data, x.scale_inv, w.data, w.scale_inv, self.dtype, fast_accum=True)
+
+    def release(self, x: QuantizedTensor) -> list[Tensor | None]:
+        """What the backward needs, for ``save_for_backward``, four entries; nothing of it is kept here."""
+        w, self._quantized = self._quantized, None
+        assert w is not None
+        return [x.transposed, x.scale_inv, w.transposed, w.scale_inv]
+
+    def grad_input(self, grad: QuantizedTensor, saved: list[Tensor]) -> Tensor:
+        """``dy w``."""
+        return kernels.scaled_mm(grad.data, grad.scale_inv, saved[2], saved[3], self.dtype, fast_accum=False)
+
+    def weight_grad(self, grad: QuantizedTensor, saved: list[Tensor]) -> Tensor | None:
+        """``dy^T x`` into the weight's sink, or returned."""
+        return deliver(self.weight, lambda out: weight_grad(grad, saved[0], saved[1], self.weight.dtype, out))
+
+    def finish(self) -> None:
+        """A quantized backward has run: request the scale update."""
+        finish_backward(self._call)
+
+
+Gemm = PlainGemm | Fp8Gemm
+
+
+def can_fuse(x: Tensor, *linears: nn.Linear) -> bool:
+    """Whether a fused layer may issue these linears' GEMMs: nobody watches them, and the kernels take the shapes and dtypes.
+
+    Calibration records each linear's own input, and hooks want to see it, so both get the layers one by one.
+    """
+    if current_context().mode is Mode.CALIBRATE or (x.is_cuda and x.dtype is not torch.bfloat16):
+        return False
+    return all(_is_bare(linear) for linear in linears)
+
+
+def _is_bare(linear: nn.Linear) -> bool:
+    hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
+    is_aligned = linear.in_features % 16 == 0 and linear.out_features % 16 == 0
+    return type(linear) in (nn.Linear, Float8Linear) and linear.bias is None and is_aligned and not any(hooks)
+
+
+def gemm_of(linear: nn.Linear, x: Tensor) -> Gemm:
+    """The GEMMs of ``linear`` in the forward under way.
+
+    Args:
+        linear: without bias.
+        x: the activation the fused layer starts from, for device and dtype.
+    """
+    prepared = linear.prepare(x) if isinstance(linear, Float8Linear) else None
+    if prepared is None:
+        return PlainGemm(linear.weight, x.dtype)
+    assert isinstance(linear, Float8Linear)
+    return Fp8Gemm(linear, *prepared, x.dtype)
+
+
+def _mm(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    """``a @ b`` in ``dtype``; on CUDA the GEMM of two 16-bit matrices writes fp32 itself."""
+    if a.dtype is dtype:
+        return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+    if a.is_cuda and dtype is torch.float32:
+        return torch.mm(a, b, out_dtype=dtype) if out is None else torch.mm(a, b, out_dtype=dtype, out=out)
+    product = torch.mm(a, b).to(dtype)
+    return product if out is None else out.copy_(product)

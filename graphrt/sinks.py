@@ -1,0 +1,118 @@
+"""Weight gradients written straight into ``.grad``.
+
+A weight gradient that a GEMM computes goes, in plain autograd, through a temporary that is then added to ``.grad``, which
+had to be zeroed before: twelve bytes of traffic a parameter that a GEMM's own output could save. Inside a Trainer's step
+the backward of a linear therefore asks for the parameter's *sink*, and writes there: the first contribution of a step
+overwrites, later ones add. Gradients that reach the same parameter through autograd (tied weights) still add up, in any
+order: a hook zeroes what is left of the step before, should autograd come first.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["GradientSinks", "deliver"]
+
+#: Computes a weight gradient, into ``out`` if one is given.
+Compute = Callable[[Tensor | None], Tensor]
+
+
+class _Sink:
+    """One parameter whose gradient is written directly."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter = parameter
+        self.is_stale = False  # .grad still holds the step before
+        self._hook = parameter.register_hook(self._before_autograd)
+
+    def _before_autograd(self, grad: Tensor | None) -> None:
+        if grad is not None:
+            self.settle()
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Zero what is left of the step before, if nothing has overwritten it."""
+        if self.is_stale and self.parameter.grad is not None:
+            self.parameter.grad.zero_()
+        self.is_stale = False
+
+    @torch.no_grad()
+    def write(self, compute: Compute) -> None:
+        """Overwrite or add."""
+        p = self.parameter
+        if p.grad is None:
+            p.grad = compute(torch.empty_like(p, memory_format=torch.contiguous_format))
+        elif self.is_stale and p.grad.is_contiguous():
+            compute(p.grad)
+        else:
+            self.settle()
+            p.grad.add_(compute(None))
+        self.is_stale = False
+
+    def remove(self) -> None:
+        self._hook.remove()
+
+
+class GradientSinks:
+    """The sinks of one Trainer's parameters; active while its step body runs."""
+
+    _active: "GradientSinks | None" = None
+
+    def __init__(self) -> None:
+        self._sinks: dict[nn.Parameter, _Sink] = {}
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """One step: gradients written inside the block replace those of the step before."""
+        for sink in self._sinks.values():
+            sink.is_stale = sink.parameter.grad is not None
+        previous, GradientSinks._active = GradientSinks._active, self
+        try:
+            yield
+            for sink in self._sinks.values():
+                sink.settle()
+        finally:
+            GradientSinks._active = previous
+            for sink in self._sinks.values():
+                sink.is_stale = False
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter's gradient is written directly, so that nobody needs to zero it."""
+        return parameter in self._sinks
+
+    def sink(self, parameter: nn.Parameter) -> _Sink | None:
+        """The parameter's sink; None where hooks of the user's have to see the gradient."""
+        found = self._sinks.get(parameter)
+        if _has_other_hooks(parameter, 0 if found is None else 1) or not (parameter.is_leaf and parameter.is_contiguous()):
+            return None
+        if found is None:
+            found = self._sinks[parameter] = _Sink(parameter)
+        return found
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for sink in self._sinks.values():
+            sink.remove()
+        self._sinks.clear()
+
+
+def _has_other_hooks(parameter: nn.Parameter, num_own: int) -> bool:
+    hooks = getattr(parameter, "_backward_hooks", None) or ()
+    return len(hooks) > num_own or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def deliver(parameter: Tensor, compute: Compute) -> Tensor | None:
+    """A weight gradient from a backward: into the parameter's sink, or returned for autograd to accumulate.
+
+    Args:
+        parameter: the weight the gradient is of.
+        compute: called with the tensor to write into, or None to make one.
+    """
+    active = GradientSinks._active
+    sink = active.sink(parameter) if active is not None and isinstance(parameter, nn.Parameter) else None
+    if sink is None:
+        return compute(None)
+    sink.write(compute)
+    return None

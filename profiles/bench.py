@@ -1,0 +1,166 @@
+"""Step times of graphrt's presets, beside what else one could pick, in one run on one GPU.
+
+Each measurement runs in a process of its own: the median of 20 steps by CUDA events after warmup, host time a step, peak
+memory, and from three profiled steps the share of the step in which no kernel runs (gap share).
+
+    python profiles/bench.py --presets micro,1b --precisions fp8,bf16
+    python profiles/bench.py --presets 1b --peers peers.py --peer-modes graph,compile+graph,ao+compile+graph
+
+The work is the same for all: fp32 master weights, bf16 autocast, the head in bf16, causal attention, cross-entropy over
+all tokens, gradient norm clipped to 1, AdamW, a new batch of random tokens each step. --peers names a script that prints
+one JSON line with ms, tok_s and mem_gib when called as `python PEERS PRESET MODE`.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from graphrt.presets import PRESETS
+
+NUM_STEPS, NUM_WARMUP_STEPS, NUM_PROFILED = 20, 8, 3
+POOL = 8
+
+
+def measure(preset_name: str, precision: str, mode: str, num_layers: int | None, show_kernels: int, grad_accum: int = 1) -> dict[str, Any]:
+    """Time one configuration in this process."""
+    import torch
+
+    from graphrt.jobsetup import build_trainer
+    from graphrt.settings import make_settings
+
+    preset = PRESETS[preset_name]
+    settings = make_settings(
+        {"preset": preset_name, "precision": precision, "mode": mode, "device": "cuda", "vocab_size": 32768, "grad_accum": grad_accum}
+    )
+    del num_layers
+    device = torch.device("cuda", 0)
+    trainer = build_trainer(settings, device)
+    shape = (POOL, 2, settings.batch_size, settings.seq_len)
+    pool = torch.randint(preset.shape.vocab, shape, device=device)
+    batches = [{"tokens": tokens, "labels": labels} for tokens, labels in pool]
+    start = time.perf_counter()
+    for i in range(NUM_WARMUP_STEPS):
+        trainer.step(batches[i % POOL])
+    torch.cuda.synchronize()
+    warmup_s = time.perf_counter() - start
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(NUM_STEPS + 1)]
+    host = []
+    events[0].record()
+    for i in range(NUM_STEPS):
+        begin = time.perf_counter()
+        result = trainer.step(batches[i % POOL])
+        host.append(time.perf_counter() - begin)
+        events[i + 1].record()
+    torch.cuda.synchronize()
+    times_ms = sorted(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False))
+    ms = times_ms[NUM_STEPS // 2]
+    peak = torch.cuda.max_memory_allocated(device)
+    report = trainer.report()
+    row = {
+        "preset": preset_name,
+        "side": f"graphrt {precision} {mode}",
+        "ms": round(ms, 3),
+        "host_us": round(sorted(host)[NUM_STEPS // 2] * 1e6, 1),
+        "tok_s": round(settings.batch_size * settings.seq_len / ms * 1e3),
+        "mem_gib": round(peak / 2**30, 2),
+        "loss": round(float(result.loss), 4),
+        "warmup_s": round(warmup_s, 2),
+        "capture_s": round(report.capture.capture_s, 2) if report.capture else None,
+        "num_nodes": sum(report.capture.num_nodes_by_kind.values()) if report.capture else None,
+    }
+    return {**row, **_profile(trainer, batches, ms, show_kernels)}
+
+
+def _profile(trainer: Any, batches: list[Any], ms: float, show_kernels: int) -> dict[str, Any]:
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        for i in range(NUM_PROFILED):
+            trainer.step(batches[i % POOL])
+        torch.cuda.synchronize()
+    kernels = [event for event in recorded.events() if event.device_type.name == "CUDA"]
+    kernel_ms = sum(event.device_time for event in kernels) / NUM_PROFILED / 1e3
+    if show_kernels:
+        print(recorded.key_averages().table(sort_by="cuda_time_total", row_limit=show_kernels, max_name_column_width=80))
+    attention = sorted({name for event in kernels for name in ("cudnn", "flash", "fmha", "efficient") if name in event.name.lower()})
+    return {
+        "kernel_ms": round(kernel_ms, 3),
+        "gap_share": round(max(0.0, 1 - kernel_ms / ms), 4),
+        "num_kernels": len(kernels) // NUM_PROFILED,
+        "attention": "+".join(attention) or "?",
+    }
+
+
+def _run_process(command: list[str], label: str) -> dict[str, Any] | None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    others = [line for line in done.stdout.splitlines() if not line.startswith("{")]
+    if others:
+        print("\n".join(others), file=sys.stderr)
+    if done.returncode or not lines:
+        print(f"{label} failed: {(done.stderr or done.stdout).strip().splitlines()[-1:]}", file=sys.stderr)
+        return None
+    rows = [json.loads(line) for line in lines]
+    return {key: value for row in rows for key, value in row.items()}
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    header = f"{'preset':8} {'side':28} {'ms':>9} {'host us':>8} {'tokens/s':>10} {'ratio':>6} {'gap':>6} {'GiB':>7} {'loss':>8}  attention"
+    print(header)
+    for preset in dict.fromkeys(row["preset"] for row in rows):
+        group = [row for row in rows if row["preset"] == preset]
+        peers = [row["ms"] for row in group if not row["side"].startswith("graphrt")]
+        best = min(peers) if peers else min(row["ms"] for row in group)
+        for row in group:
+            gap = f"{row['gap_share']:.1%}" if row.get("gap_share") is not None else "-"
+            print(
+                f"{preset:8} {row['side']:28} {row['ms']:9.3f} {row.get('host_us') or 0:8.0f} {row['tok_s']:10,} {row['ms'] / best:6.3f} "
+                f"{gap:>6} {row['mem_gib']:7.2f} {row['loss']:8.4f}  {row.get('attention', '-')}"
+            )
+
+
+def main() -> int:
+    """Run what was asked for and print one table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--presets", default="micro,125m,1b,8bslice", help="comma-separated (default: %(default)s)")
+    parser.add_argument("--precisions", default="fp8", help="of graphrt's side: fp8, bf16 (default: %(default)s)")
+    parser.add_argument("--mode", default="graph", help="of graphrt's side (default: %(default)s)")
+    parser.add_argument("--peers", type=Path, help="script that measures the others")
+    parser.add_argument("--peer-modes", default="graph,compile+graph,ao+compile+graph", help="modes to ask it for (default: %(default)s)")
+    parser.add_argument("--kernels", type=int, default=0, metavar="N", help="also print the N most expensive kernels")
+    parser.add_argument("--out", type=Path, help="write all rows as JSON")
+    parser.add_argument("--one", nargs=3, metavar=("PRESET", "PRECISION", "MODE"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(measure(*args.one, num_layers=None, show_kernels=args.kernels)))
+        return 0
+    import torch
+
+    if not torch.cuda.is_available():
+        print("bench.py needs an NVIDIA GPU, and there is none.", file=sys.stderr)
+        return 2
+    rows = []
+    for preset in args.presets.split(","):
+        for precision in filter(None, args.precisions.split(",")):
+            command = [sys.executable, __file__, "--one", preset, precision, args.mode, "--kernels", str(args.kernels)]
+            rows.append(_run_process(command, f"{preset} {precision}"))
+        for mode in args.peer_modes.split(",") if args.peers else []:
+            row = _run_process([sys.executable, str(args.peers), preset, mode], f"{preset} {mode}")
+            if row is not None:
+                row |= {"preset": preset, "side": mode, "host_us": row.get("host_ms", 0) * 1e3}
+            rows.append(row)
+    found = [row for row in rows if row is not None]
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    _print_table(found)
+    if args.out:
+        args.out.write_text(json.dumps(found, indent=1))
+    return 0 if len(found) == len(rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
