@@ -50,7 +50,7 @@ $(VENV)/.run: $(VENV)/.torch pyproject.toml
 	touch $@
 
 $(VENV)/.test: $(VENV)/.torch pyproject.toml
-	$(BIN)/python -m pip install --quiet -e '.[test]'
+	$(BIN)/python -m pip install --quiet -e '.[test,hf]'
 	touch $@ $(VENV)/.run
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml

@@ -119,17 +119,20 @@ class Float8Linear(nn.Linear):
             record.note_use(self.quantization_state, is_training)
         return LinearCall(self.quantization_state, self.slots, record.group, record, is_training, has_grad)
 
-    def prepare(self, x: Tensor) -> tuple[LinearCall, QuantizedTensor] | None:
-        """What a fused layer needs to issue this linear's GEMMs itself; None where the layer does not quantize now.
+    def prepare(self, x: Tensor) -> tuple[LinearCall, QuantizedTensor | None] | None:
+        """What a fused layer needs to issue this linear's GEMMs itself; None where the layer is plain.
 
         Args:
             x: the activation the fused layer starts from, for its device.
+
+        Returns:
+            The call, and the weight in FP8; None instead of the weight while calibrating.
         """
         context = current_context()
-        if context.mode is not Mode.QUANTIZE or context.record is None:
+        if context.mode is Mode.PLAIN or context.record is None:
             return None
         call = self._begin(x, context, context.record)
-        return call, self._quantized_weight(call, context.record)
+        return call, None if context.mode is Mode.CALIBRATE else self._quantized_weight(call, context.record)
 
     def _check_device(self, x: Tensor) -> None:
         state = self.quantization_state

@@ -234,8 +234,10 @@ def _orthogonalize(grad: Tensor, coefficients: tuple[float, float, float], num_s
     x = x / x.norm().clamp(min=eps)
     for _ in range(num_steps):
         gram = x @ x.T
-        x = a * x + (b * gram + c * (gram @ gram)) @ x
-    return x.T if is_tall else x
+        # addmm rounds once: small singular values are amplified several hundredfold, and so is each rounding.
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    # In fp32, or the learning rate, a 0-dim tensor, would be multiplied in bf16.
+    return (x.T if is_tall else x).float()
 
 
 def _muon(u: _Update) -> None:

@@ -6,6 +6,7 @@ kernels, which a fast training graph does not use (the attention backward adds w
 is captured for it. The training graph is then compared with eager within a tolerance. Everything is put back at the end.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -231,4 +232,11 @@ def _difference(trainer: Trainer, step: int, name: str, one: Trace, other: Trace
 
 def _max_loss_difference(eager: list[Trace], captured: list[Trace]) -> float:
     pairs = [(float(a["loss"]), float(b["loss"])) for a, b in zip(eager, captured, strict=True)]
-    return max(abs(a - b) / max(abs(a), 1e-30) if a != b and a == a else 0.0 for a, b in pairs)
+    return max(_relative_difference(a, b) for a, b in pairs)
+
+
+def _relative_difference(a: float, b: float) -> float:
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return 0.0
+    difference = abs(a - b) / max(abs(a), 1e-30)
+    return math.inf if math.isnan(difference) else difference

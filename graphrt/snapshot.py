@@ -50,13 +50,13 @@ class ModelSnapshot:
 
     @classmethod
     @torch.no_grad()
-    def take(cls, model: nn.Module, parameters: Iterable[nn.Parameter]) -> "ModelSnapshot":
+    def take(cls, model: nn.Module, parameters: Iterable[nn.Parameter], *, on_host: bool = False) -> "ModelSnapshot":
         parameters = list({id(p): p for p in [*parameters, *model.parameters()]}.values())
         tensors = [*parameters, *model.buffers()]
         return cls(
-            values=[(x, x.detach().clone()) for x in tensors],
+            values=[(x, _copy(x, on_host)) for x in tensors],
             buffers=[(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()],
-            grads=[(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in parameters],
+            grads=[(p, p.grad, None if p.grad is None else _copy(p.grad, on_host)) for p in parameters],
             is_training=[(module, module.training) for module in model.modules()],
         )
 
@@ -85,9 +85,9 @@ class OptimizerSnapshot:
 
     @classmethod
     @torch.no_grad()
-    def take(cls, optimizer: Optimizer, *, with_values: bool) -> "OptimizerSnapshot":
+    def take(cls, optimizer: Optimizer, *, with_values: bool, on_host: bool = False) -> "OptimizerSnapshot":
         state = [
-            (p, values, dict(values), {key: _copy(value) for key, value in values.items()} if with_values else {})
+            (p, values, dict(values), {key: _copy(value, on_host) for key, value in values.items()} if with_values else {})
             for p, values in optimizer.state.items()
         ]
         return cls(state, [{**group, "params": list(group["params"])} for group in optimizer.param_groups], with_values)
@@ -108,8 +108,10 @@ class OptimizerSnapshot:
             group.update(saved)
 
 
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+def _copy(value: Any, on_host: bool = False) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True) if on_host else value.detach().clone()
+    return copy.deepcopy(value)
 
 
 def _put_back(value: Any, saved: Any) -> Any:
@@ -135,16 +137,18 @@ class StepSnapshot:
         device: torch.device,
         *,
         with_optimizer_values: bool = True,
+        on_host: bool = False,
     ) -> "StepSnapshot":
         """Copy everything now.
 
         Args:
             with_optimizer_values: also copy the optimizer's state tensors; not needed where only the last thing a step
                 does can change them.
+            on_host: copy to the host, which is slower and takes no device memory.
         """
         return cls(
-            ModelSnapshot.take(model, parameters),
-            (optimizer, OptimizerSnapshot.take(optimizer, with_values=with_optimizer_values)),
+            ModelSnapshot.take(model, parameters, on_host=on_host),
+            (optimizer, OptimizerSnapshot.take(optimizer, with_values=with_optimizer_values, on_host=on_host)),
             [(state, state.snapshot()) for state in states],
             RngSnapshot.take(device),
         )

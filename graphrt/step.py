@@ -88,7 +88,10 @@ class Gradients:
                 self.owned[name] = p.grad
 
     def zero(self) -> None:
-        """Zero the owned tensors in place, but for those that the step overwrites."""
+        """Zero the owned tensors in place, but for those that the step overwrites; drop what a backward of the user's left."""
+        for name, p in self.named.items():
+            if p.grad is not None and name not in self.owned:
+                p.grad = None
         stale = [grad for name, grad in self.owned.items() if self.named[name] not in self.sinks]
         if stale:
             torch._foreach_zero_(stale)

@@ -215,7 +215,9 @@ class Trainer:
             return runner.step(graph, batch)
         num_warmups = graph.num_warmups
         try:
-            with self._atomic(with_optimizer_values=not self._body.optimizer.is_in_step or graph.is_checked_afterwards):
+            with_values = not self._body.optimizer.is_in_step or graph.is_checked_afterwards
+            # A few steps only, but at the memory peak of the run: their copies go to the host.
+            with self._atomic(with_optimizer_values=with_values, on_host=graph.phase is not Phase.REPLAY):
                 self._prepare(batches.split(self._to_device(batch), self.grad_accum_steps))
                 result = runner.step(graph, batch)
                 self._body.finish(result)
@@ -247,9 +249,9 @@ class Trainer:
         return batches.map_tensors(lambda x: x.to(self.device, non_blocking=True), batches.plain(batch))
 
     @contextmanager
-    def _atomic(self, *, with_optimizer_values: bool) -> Iterator[None]:
+    def _atomic(self, *, with_optimizer_values: bool, on_host: bool = False) -> Iterator[None]:
         """Put everything back if the block raises."""
-        snapshot, counts = self.snapshot(with_optimizer_values=with_optimizer_values), self.save_counts()
+        snapshot, counts = self.snapshot(with_optimizer_values=with_optimizer_values, on_host=on_host), self.save_counts()
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         try:
             yield
@@ -260,8 +262,8 @@ class Trainer:
             self.restore_counts(counts)
             raise
 
-    def snapshot(self, *, with_optimizer_values: bool = True) -> StepSnapshot:
-        """A copy of everything a step may change, on the device."""
+    def snapshot(self, *, with_optimizer_values: bool = True, on_host: bool = False) -> StepSnapshot:
+        """A copy of everything a step may change, on the device or the host."""
         return StepSnapshot.take(
             self.model,
             self.named_parameters.values(),
@@ -269,6 +271,7 @@ class Trainer:
             self._body.states,
             self.device,
             with_optimizer_values=with_optimizer_values,
+            on_host=on_host,
         )
 
     @contextmanager
@@ -297,7 +300,7 @@ class Trainer:
         self._should_calibrate = False
         if self.state.forward_updates or self.state.backward_updates:
             return
-        before = self.snapshot(with_optimizer_values=not self._body.optimizer.is_in_step)
+        before = self.snapshot(with_optimizer_values=not self._body.optimizer.is_in_step, on_host=self._captured is not None)
         with self._on_step_stream():
             self._eager.calibrate(microbatches)
         before.restore(keep_states=True)

@@ -1,9 +1,14 @@
 """What every test needs: one thread, no region left open, and GPU tests only where there is a capable GPU."""
 
+import os
+
 import pytest
 import torch
 
 from graphrt import recompute, region
+
+# What bitwise comparisons need on CUDA; read when the first cuBLAS handle is made.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 _MIN_CAPABILITY = (8, 9)
 

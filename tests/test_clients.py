@@ -1,6 +1,5 @@
 """Models, loaders and compilers of other people inside the captured step."""
 
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,10 +34,7 @@ needs_transformers = pytest.mark.skipif(transformers is None, reason="transforme
 
 
 @pytest.fixture(autouse=True)
-def _bitwise(request: pytest.FixtureRequest) -> Iterator[None]:
-    on_cuda = "device" in request.fixturenames and request.getfixturevalue("device").type == "cuda"
-    if on_cuda and "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
-        pytest.skip("bitwise comparisons on CUDA need CUBLAS_WORKSPACE_CONFIG=:4096:8")
+def _bitwise() -> Iterator[None]:
     with deterministic():
         yield
 
@@ -104,6 +100,7 @@ def test_a_transformers_model_trains_captured_as_it_does_eagerly(device: torch.d
 
 
 @needs_transformers
+@pytest.mark.slow
 @every_family
 def test_padded_and_full_batches_share_one_graph_of_a_transformers_model(device: torch.device, make: Callable[..., nn.Module]) -> None:
     batches = [_text(step, "padded" if step % 2 else "all ones") for step in range(NUM_STEPS)]
@@ -112,6 +109,7 @@ def test_padded_and_full_batches_share_one_graph_of_a_transformers_model(device:
 
 
 @needs_transformers
+@pytest.mark.slow
 @every_family
 def test_a_transformers_model_trains_under_autocast_with_microbatches_and_its_own_checkpointing(
     device: torch.device, make: Callable[..., nn.Module]
@@ -150,6 +148,7 @@ def test_of_gpt2_only_the_head_is_converted_and_its_conv1d_layers_are_named() ->
 
 
 @needs_transformers
+@pytest.mark.slow
 def test_what_a_tokenizer_returns_is_a_batch(device: torch.device) -> None:
     batches = [transformers.BatchEncoding(_text(step, "padded")) for step in range(NUM_STEPS)]  # type: ignore[union-attr]
     with make_trainer("graph", device, model=lambda: _llama().train(), loss_fn=_loss) as trainer:
@@ -252,6 +251,7 @@ def _compiled() -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own, under warnings as errors
 def test_captured_steps_with_compiled_blocks_equal_eager_ones(device: torch.device) -> None:
     torch._dynamo.reset()

@@ -31,6 +31,7 @@ def _offsets_replayed(trace: RngTrace) -> list[tuple[int, int]]:
         if length:
             drawn.append((stands[current], stands[current] + length))
             stands[current] += length
+    assert stands[0] == plan.default_end
     return drawn
 
 
@@ -65,6 +66,17 @@ def test_a_rewind_and_the_return_from_it_switch_there_and_back() -> None:
 def test_a_rewind_in_which_nothing_is_drawn_needs_no_other_state() -> None:
     plan = plan_switches(_trace(("get", 0), 8, ("set", 0), ("set", 8), 4))
     assert (plan.starts, plan.switches) == ([], {})
+
+
+def test_after_a_return_the_default_state_goes_on_and_ends_where_the_step_does() -> None:
+    """A replay moves the default generator by what the graph drew from it; the next step starts there."""
+    trace = _trace(("get", 0), 8, ("get", 0), ("set", 0), 8, ("set", 8), 4)
+    assert plan_switches(trace).default_end == trace.end == 12
+
+
+def test_where_the_default_state_cannot_end_right_the_host_has_to_move_it() -> None:
+    trace = _trace(4, ("set", 0))
+    assert (plan_switches(trace).default_end, trace.end) == (4, 0)
 
 
 def test_a_forward_that_goes_on_where_a_recompute_stopped_stays_there() -> None:

@@ -40,6 +40,7 @@ class CapturedGraph:
             raise CaptureError("This graph is closed. Capture the step again.")
         self._rng.prepare_replay()
         self._graph.replay()
+        self._rng.finish_replay()
 
     def close(self) -> None:
         """Free the graph; a second call does nothing."""

@@ -83,10 +83,15 @@ def _replaced(device: torch.device, get: Any, put: Any) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Plan:
-    """starts[k]: place of the k-th extra state; switches[i]: state to be on after event i (0 is the default one)."""
+    """Which generator state draws when.
+
+    starts[k]: place of the k-th extra state; switches[i]: state to be on after event i (0 is the default one; event -1 is
+    the start); default_end: where the default state stands at the end.
+    """
 
     starts: list[int]
     switches: dict[int, int]
+    default_end: int
 
 
 def plan_switches(trace: RngTrace) -> _Plan:
@@ -100,14 +105,15 @@ def plan_switches(trace: RngTrace) -> _Plan:
     for (event, begin), end in zip(stretches, ends, strict=True):
         if end == begin:
             continue  # draws nothing, so it does not matter where
-        if places[current] != begin:
+        # The default state goes on whenever it can, so that it ends where the step's generator does.
+        if places[current] != begin or (current != 0 and places[0] == begin):
             if begin not in places:
                 places.append(begin)
                 starts.append(begin)
             current = places.index(begin)
             switches[event] = current
         places[current] = end
-    return _Plan(starts, switches)
+    return _Plan(starts, switches, places[0])
 
 
 class CudaRng:
@@ -123,6 +129,7 @@ class CudaRng:
         self._plan = plan_switches(trace)
         self._default = _default_generator(device)
         self._extra = [torch.Generator(device) for _ in self._plan.starts]
+        self._base = 0
 
     def register(self, graph: torch.cuda.CUDAGraph) -> None:
         """Make the extra states known to the graph; before its capture begins."""
@@ -165,10 +172,20 @@ class CudaRng:
 
     def prepare_replay(self) -> None:
         """Set the extra states to their places in the step that is about to be replayed; host work only."""
-        if not self._extra:
+        if not self._extra and not self._has_to_move_default:
             return
         seed, base = self._default.initial_seed(), self._default.get_offset()
+        self._base = base
         for generator, start in zip(self._extra, self._plan.starts, strict=True):
             if generator.initial_seed() != seed:
                 generator.manual_seed(seed)
             generator.set_offset(base + start)
+
+    def finish_replay(self) -> None:
+        """Leave the default state where an eager step leaves it: a replay moves it by what the graph drew from it."""
+        if self._has_to_move_default:
+            self._default.set_offset(self._base + self._trace.end)
+
+    @property
+    def _has_to_move_default(self) -> bool:
+        return self._plan.default_end != self._trace.end

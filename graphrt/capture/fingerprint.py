@@ -5,7 +5,7 @@ does it look for the name.
 """
 
 import operator
-from collections.abc import Callable
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -42,17 +42,18 @@ class Fingerprint:
     def __init__(self, body: StepBody) -> None:
         self._body = body
         self._entries = [*_model_entries(body), *_optimizer_entries(body), *_state_entries(body)]
-        self._getters: list[tuple[Callable[[Any], Any], Any]] = [(entry.holder.get, entry.key) for entry in self._entries]
-        self._objects = [entry.found for entry in self._entries]
-        self._present = [found for found in self._objects if isinstance(found, Tensor)]
-        self._addresses = list(map(Tensor.data_ptr, self._present))
+        self._dicts = _dicts(body)
+        compared_whole = set(map(id, self._dicts))
+        self._attributes = [entry for entry in self._entries if id(entry.holder) not in compared_whole]
+        self._objects = list(chain.from_iterable(map(dict.values, self._dicts)))
+        tensors = [entry.found for entry in self._entries if isinstance(entry.found, Tensor)]
+        self._tensors = list({id(x): x for x in tensors}.values())
+        self._addresses = list(map(Tensor.data_ptr, self._tensors))
         self._modules = list(body.model.named_modules())
         self._training = [module.training for _, module in self._modules]
-        self._contents = [kind for _, module in self._modules for kind in _kinds(module)]
-        self._sizes = list(map(len, self._contents))
         self._parameters = list(body.gradients.named.items())
         self._requires_grad = [p.requires_grad for _, p in self._parameters]
-        self._has_grad = [p.grad is not None for _, p in self._parameters]
+        self._without_grad = [(name, p) for name, p in self._parameters if p.grad is None]
         self._groups = [_frozen(group) for group in body.optimizer.optimizer.param_groups]
 
     def check(self) -> None:
@@ -61,33 +62,35 @@ class Fingerprint:
         Raises:
             CaptureError: names what moved.
         """
-        found = [get(key) for get, key in self._getters]
-        if not all(map(operator.is_, found, self._objects)) or list(map(Tensor.data_ptr, self._present)) != self._addresses:
+        # Dicts are compared value by value in C, without a look-up a key.
+        found = list(chain.from_iterable(map(dict.values, self._dicts)))
+        is_same = len(found) == len(self._objects) and all(map(operator.is_, found, self._objects))
+        if not is_same or any(entry.holder.get(entry.key) is not entry.found for entry in self._attributes):
             self._name_moved()
-        if list(map(len, self._contents)) != self._sizes:
-            self._name_added()
+        if list(map(Tensor.data_ptr, self._tensors)) != self._addresses:
+            self._name_moved()
         if [module.training for _, module in self._modules] != self._training:
             self._name_flag(self._modules, self._training, "training")
         if [p.requires_grad for _, p in self._parameters] != self._requires_grad:
             self._name_flag(self._parameters, self._requires_grad, "requires_grad")
-        if [p.grad is not None for _, p in self._parameters] != self._has_grad:
+        if any(p.grad is not None for _, p in self._without_grad):
             self._name_new_grad()
         groups = self._body.optimizer.optimizer.param_groups
         if len(groups) != len(self._groups) or any(_frozen(group) != saved for group, saved in zip(groups, self._groups, strict=True)):
             self._name_group(groups)
 
     def _name_moved(self) -> None:
-        addresses = iter(self._addresses)
+        addresses = dict(zip(map(id, self._tensors), self._addresses, strict=True))
         for entry in self._entries:
             found = entry.holder.get(entry.key)
             if found is None and entry.found is not None:
                 raise CaptureError(f"{entry.name} is gone since the step was captured. Put it back, or {_RECAPTURE}.")
-            address = next(addresses) if isinstance(entry.found, Tensor) else None
             if found is not entry.found:
                 kind = "tensor" if isinstance(entry.found, Tensor) else "object"
                 raise CaptureError(f"{entry.name} is another {kind} than the one the step was captured with. {entry.advice}")
-            if address is not None and found.data_ptr() != address:
+            if isinstance(found, Tensor) and found.data_ptr() != addresses[id(found)]:
                 raise CaptureError(f"{entry.name} has moved to another address since the step was captured. {entry.advice}")
+        self._name_added()
 
     def _name_added(self) -> None:
         known = {(id(entry.holder), entry.key) for entry in self._entries}
@@ -97,6 +100,7 @@ class Fingerprint:
                     if (id(kind), key) not in known:
                         name = f"{prefix}.{key}" if prefix else key
                         raise CaptureError(f"{name} has appeared since the step was captured. Remove it, or {_RECAPTURE}.")
+        raise CaptureError(f"The model's or the optimizer's tensors are in another order than when the step was captured: {_RECAPTURE}.")
 
     def _name_flag(self, named: list[tuple[str, Any]], saved: list[bool], flag: str) -> None:
         for (name, owner), value in zip(named, saved, strict=True):
@@ -107,12 +111,8 @@ class Fingerprint:
                 )
 
     def _name_new_grad(self) -> None:
-        for (name, p), had in zip(self._parameters, self._has_grad, strict=True):
-            if had != (p.grad is not None):
-                raise CaptureError(
-                    f"{name}.grad {'is gone' if had else 'has appeared'} since the step was captured, where it took "
-                    f"{'part' if had else 'no part'}. Set it back, or {_RECAPTURE}."
-                )
+        name = next(name for name, p in self._without_grad if p.grad is not None)
+        raise CaptureError(f"{name}.grad has appeared since the step was captured, where it took no part. Set it to None, or {_RECAPTURE}.")
 
     def _name_group(self, groups: list[dict[str, Any]]) -> None:
         if len(groups) != len(self._groups):
@@ -128,6 +128,13 @@ class Fingerprint:
                         f"optimizer.param_groups[{i}][{key!r}] is {group.get(key)!r}, but the step was captured with {saved.get(key)!r}, "
                         f"which the graph holds. Set it back, or {_RECAPTURE}."
                     )
+
+
+def _dicts(body: StepBody) -> list[dict[Any, Any]]:
+    """The dicts whose every value has to stay: a module's tensors and children, owned gradients, the optimizer's state."""
+    kinds = [kind for module in body.model.modules() for kind in _kinds(module)]
+    state = body.optimizer.optimizer.state if body.optimizer.is_in_step else {}
+    return [*kinds, body.gradients.owned, state, *state.values()]
 
 
 def _frozen(group: dict[str, Any]) -> dict[str, Any]:

@@ -22,19 +22,23 @@ class StaticResults:
     """
 
     def __init__(self, example: StepResult) -> None:
-        tensors = {"loss": example.loss, "grad_norm": example.grad_norm, "skipped": example.skipped}
-        metrics = {f"metrics.{name}": value for name, value in example.metrics.items()}
+        flat = _flat(example)
+        # fp32 scalars first, side by side: one unbind makes them all.
+        self._scalars = [name for name, value in flat.items() if value.dtype is torch.float32 and value.dim() == 0]
         self._layout: list[tuple[str, int, int, torch.dtype, torch.Size]] = []
-        offset = 0
-        for name, value in {**tensors, **metrics}.items():
-            num_bytes = value.numel() * value.element_size()
-            self._layout.append((name, offset, num_bytes, value.dtype, value.shape))
-            offset += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        offset = -(-4 * len(self._scalars) // _ALIGNMENT) * _ALIGNMENT
+        for name, value in flat.items():
+            if name not in self._scalars:
+                num_bytes = value.numel() * value.element_size()
+                self._layout.append((name, offset, num_bytes, value.dtype, value.shape))
+                offset += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         self._buffer = torch.zeros(max(offset, _ALIGNMENT), dtype=torch.uint8, device=example.loss.device)
         self._views = self._split(self._buffer)
 
     def _split(self, buffer: Tensor) -> dict[str, Tensor]:
-        return {name: buffer[at : at + size].view(dtype).view(shape) for name, at, size, dtype, shape in self._layout}
+        scalars = buffer[: 4 * len(self._scalars)].view(torch.float32).unbind()
+        others = {name: buffer[at : at + size].view(dtype).view(shape) for name, at, size, dtype, shape in self._layout}
+        return {**dict(zip(self._scalars, scalars, strict=True)), **others}
 
     def write(self, result: StepResult) -> None:
         """Copy results in; part of the graph."""

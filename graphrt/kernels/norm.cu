@@ -2,11 +2,13 @@
 //
 // A thread owns columns, eight (32 in the wide kernels), and walks down the rows of its block four at a time (two in
 // the backward, one in the wide backward). Everything is read once and stays in registers: the row sums need one
-// barrier a step, the gradient of the weight adds up in registers, and a thread holds four rows of its columns, which
-// is what four bytes of the transposed copy take. Those wait in shared memory, in places only their thread touches, until
-// sixteen rows (eight in the wide kernel) make a store of the transpose. Many small blocks are resident at a time, so
+// barrier a step, and the gradient of the weight adds up in registers. Many small blocks are resident at a time, so
 // that some load while others wait at their barrier: 64 registers a thread (128 in the wide kernels, which take more
 // than 8192 columns).
+//
+// The transposed copy is a kernel of its own, which reads the FP8 rows again. A block that holds whole rows, for their
+// sums, holds too few of them to write long pieces of the transpose, and short ones cost more than the second reading:
+// one byte an element, part of it still in the L2.
 //
 // The order of every sum is fixed and is that of the reference in norm.py; sums and products are rounded one by one
 // (the __f*_rn functions are never contracted), so that results are the same bits everywhere.
@@ -18,17 +20,11 @@
 // argument is 8 bytes wide. common.cuh stands in front of this text.
 
 constexpr int kBlockThreads = 1024;
-constexpr int kBlockRows = 16;         // of the forward kernel: the transposed copy's pad ends at a multiple of it
+constexpr int kBlockRows = 16;         // of the forward kernel
 constexpr int kWideThreads = 512;
 constexpr int kWideVectors = 4;
 constexpr int kSumsPitch = 40;         // 32 warps and a gap that keeps four rows out of each other's banks
 constexpr u32 kAllLanes = 0xffffffffu;
-
-#ifdef GRAPHRT_EMULATION
-static u32 staged[kBlockThreads * 32];
-#else
-extern __shared__ u32 staged[];
-#endif
 
 struct ToBf16 {
     static constexpr bool kIsFp8 = false;
@@ -144,11 +140,10 @@ __device__ __forceinline__ void load_stream(const u16* x, const u16* residual, u
     }
 }
 
-// n of four rows in the columns of one vector, stored as bf16 or as FP8, whose words stay in q; the merged amax.
+// n of four rows in the columns of one vector, stored as bf16 or as FP8; the merged amax.
 template <typename Out>
 __device__ __forceinline__ u32 store_normalized(Bytes16* v, const float* rstd, const float* weight, float scale,
-                                                void* data, int row, int rows, int col, int cols, u32 amax,
-                                                u32 (*q)[2]) {
+                                                void* data, int row, int rows, int col, int cols, u32 amax) {
     const bool is_in_cols = col < cols;
     float w[8];
     load_weight(weight, col, is_in_cols, w);
@@ -162,46 +157,17 @@ __device__ __forceinline__ u32 store_normalized(Bytes16* v, const float* rstd, c
         for (int e = 0; e < 8; e++) n[e] = __fmul_rn(__fmul_rn(Bf16::decode(v[r], e), rstd[r]), w[e]);
         const Bytes16 rounded = pack_bf16(n);
         if constexpr (Out::kIsFp8) {
-            quantize_vector<Bf16, Out>(rounded, scale, q[r]);
+            u32 q[2];
+            quantize_vector<Bf16, Out>(rounded, scale, q);
             if (is_inside) {
-                store_words<2>(static_cast<u8*>(data), index, q[r]);
+                store_words<2>(static_cast<u8*>(data), index, q);
                 amax = merge_amax<Bf16>(amax, rounded);
-            } else {
-                zero_words<2>(q[r]);  // the pad, even under a scale that is not finite
             }
         } else if (is_inside) {
             store_bf16(static_cast<u16*>(data), index, rounded);
         }
     }
     return amax;
-}
-
-// The transposed words of one thread: kVectors * 8 columns x kUnitWords of four rows. Neighbouring threads lie side by
-// side. The wide kernel always takes the place of its largest block, for constant distances.
-template <int kVectors>
-constexpr int kUnitWords = kVectors == 1 ? 4 : 2;
-
-template <int kVectors>
-__device__ __forceinline__ u32* staged_word(int column, int word) {
-    const int stride = kVectors == 1 ? (int)blockDim.x : kWideThreads;
-    return staged + (column * kUnitWords<kVectors> + word) * stride + (int)threadIdx.x;
-}
-
-// The last 4 * kUnitWords rows of this thread's columns leave as one store a column.
-template <int kVectors>
-__device__ __forceinline__ void store_staged(u8* transposed, int unit_row, int rows, int cols) {
-    const int padded_rows = (rows + 15) / 16 * 16;
-#pragma unroll
-    for (int g = 0; g < kVectors; g++) {
-        if (column_of(g) >= cols) continue;
-#pragma unroll
-        for (int c = 0; c < 8; c++) {
-            u32 words[kUnitWords<kVectors>];
-#pragma unroll
-            for (int w = 0; w < kUnitWords<kVectors>; w++) words[w] = *staged_word<kVectors>(8 * g + c, w);
-            store_words<kUnitWords<kVectors>>(transposed, (i64)(column_of(g) + c) * padded_rows + unit_row, words);
-        }
-    }
 }
 
 // 1 / sqrt(mean + eps), IEEE operations in this order.
@@ -213,10 +179,9 @@ template <typename Out, int kVectors>
 __device__ __forceinline__ void rms_norm(const u16* __restrict__ x, const u16* __restrict__ residual,
                                          const float* __restrict__ weight, u16* __restrict__ residual_out,
                                          float* __restrict__ rstd_out, void* __restrict__ data,
-                                         u8* __restrict__ transposed, const float* __restrict__ scale_in,
-                                         const float* __restrict__ scale_inv, float* __restrict__ scale_inv_out,
-                                         int* amax_out, int rows, int cols, float inv_cols, float eps) {
-    constexpr int kUnit = kUnitWords<kVectors>;
+                                         const float* __restrict__ scale_in, const float* __restrict__ scale_inv,
+                                         float* __restrict__ scale_inv_out, int* amax_out, int rows, int cols,
+                                         float inv_cols, float eps) {
     __shared__ float sums_buffer[2][4 * kSumsPitch];
     __shared__ u32 warp_amax[32];
     float scale = 1.0f;
@@ -248,20 +213,7 @@ __device__ __forceinline__ void rms_norm(const u16* __restrict__ x, const u16* _
         for (int r = 0; r < 4; r++) rstd[r] = shuffle_from(own_rstd, 8 * r);
 #pragma unroll
         for (int g = 0; g < kVectors; g++) {
-            u32 q[4][2];
-            amax = store_normalized<Out>(v[g], rstd, weight, scale, data, row, rows, column_of(g), cols, amax, q);
-            if constexpr (Out::kIsFp8) {
-                if (transposed == nullptr) continue;
-                u32 columns[8];
-                transpose_4x8(q, columns);
-#pragma unroll
-                for (int c = 0; c < 8; c++) *staged_word<kVectors>(8 * g + c, step % kUnit) = columns[c];
-            }
-        }
-        if constexpr (Out::kIsFp8) {
-            if (transposed != nullptr && step % kUnit == kUnit - 1) {
-                store_staged<kVectors>(transposed, row + 4 - 4 * kUnit, rows, cols);
-            }
+            amax = store_normalized<Out>(v[g], rstd, weight, scale, data, row, rows, column_of(g), cols, amax);
         }
     }
     if constexpr (Out::kIsFp8) {
@@ -269,6 +221,59 @@ __device__ __forceinline__ void rms_norm(const u16* __restrict__ x, const u16* _
         stage_warp_amax(amax, warp_amax);
         __syncthreads();
         merge_block_amax<32>(warp_amax, amax_out);
+    }
+}
+
+// ---- the transposed copy -------------------------------------------------------------------------------------------
+// A tile of 128 rows x 128 columns of FP8 bytes; a thread takes 16 bytes of four neighbouring rows. 4x4 bytes are
+// turned with byte permutes and pass through shared memory in 16-byte units of 16 rows, so that rows and columns alike
+// move as 128 contiguous bytes. A unit is placed at its index XOR the lane: writes and reads touch all 32 banks once.
+
+constexpr int kTileThreads = 256;
+constexpr int kTileRows = 128;
+constexpr int kTileCols = 128;
+constexpr int kTileLanes = kTileCols / 16;  // threads side by side
+constexpr int kTileUnits = kTileRows / 16;  // units of a column
+
+static_assert(kTileThreads == kTileLanes * kTileRows / 4, "a thread takes four rows of the tile");
+static_assert(kTileUnits == kTileLanes, "the XOR placement pairs lanes with units");
+
+__device__ __forceinline__ void transpose(const u8* __restrict__ data, u8* __restrict__ transposed, i64 rows,
+                                          i64 cols) {
+    __shared__ uint4 units[kTileCols * kTileUnits];  // [column][unit], placed by XOR
+    const u32 tiles_across = (u32)((cols + kTileCols - 1) / kTileCols);
+    const u32 tiles_down = (u32)((rows + kTileRows - 1) / kTileRows);
+    const u32 tile = tiles_across * tiles_down - 1 - blockIdx.x;  // the rows written last are the likeliest in the L2
+    const i64 tile_row = (i64)(tile / tiles_across) * kTileRows, tile_col = (i64)(tile % tiles_across) * kTileCols;
+    const int lane = (int)threadIdx.x % kTileLanes, group = (int)threadIdx.x / kTileLanes;
+    const i64 row = tile_row + 4 * group, col = tile_col + 16 * lane;
+    Bytes16 v[4];
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+        const u32* address = reinterpret_cast<const u32*>(data + (row + r) * cols + col);
+        v[r] = col < cols && row + r < rows ? load_vector<Fp32>(address, 0) : Bytes16{{0, 0, 0, 0}};
+    }
+    u32* words = reinterpret_cast<u32*>(units);
+    const int unit = (group / 4) ^ lane;
+#pragma unroll
+    for (int w = 0; w < 4; w++) {
+        u32 columns[4];
+        transpose_4x4(v[0].word[w], v[1].word[w], v[2].word[w], v[3].word[w], columns);
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            words[((16 * lane + 4 * w + c) * kTileUnits + unit) * 4 + group % 4] = columns[c];
+        }
+    }
+    __syncthreads();
+    const i64 padded_rows = (rows + 15) / 16 * 16;  // a unit lies inside or outside
+#pragma unroll
+    for (int i = 0; i < kTileCols * kTileUnits / kTileThreads; i++) {
+        const int index = i * kTileThreads + (int)threadIdx.x;
+        const int column = index / kTileUnits, column_unit = index % kTileUnits;
+        const i64 out_row = tile_col + column, out_col = tile_row + 16 * column_unit;
+        if (out_row >= cols || out_col >= padded_rows) continue;
+        *reinterpret_cast<uint4*>(transposed + out_row * padded_rows + out_col) =
+            units[column * kTileUnits + (column_unit ^ (column / 16))];
     }
 }
 
@@ -400,33 +405,38 @@ __device__ __forceinline__ void sum_partials(const float* __restrict__ partials,
     if (lane == 0 && first + warp < cols) sums[first + warp] = sum;
 }
 
-// ---- entry points: graphrt_rms_norm_<what it writes>[_wide]; wide is four vectors a thread --------------------------
+// ---- entry points: graphrt_[wide_]rms_norm_<what it writes>; wide is four vectors a thread -------------------------
 
 #define GRAPHRT_RMS_NORM(name, Out, kVectors, kThreads)                                                              \
-    extern "C" __global__ void __launch_bounds__(kThreads) graphrt_rms_norm_##name(                                  \
+    extern "C" __global__ void __launch_bounds__(kThreads) graphrt_##name(                                           \
         const u16* x, const u16* residual, const float* weight, u16* residual_out, float* rstd, void* data,          \
-        u8* transposed, const float* scale, const float* scale_inv, float* scale_inv_out, int* amax, i64 rows,       \
-        i64 cols, double inv_cols, double eps) {                                                                     \
-        rms_norm<Out, kVectors>(x, residual, weight, residual_out, rstd, data, transposed, scale, scale_inv,         \
-                                scale_inv_out, amax, (int)rows, (int)cols, (float)inv_cols, (float)eps);             \
+        const float* scale, const float* scale_inv, float* scale_inv_out, int* amax, i64 rows, i64 cols,             \
+        double inv_cols, double eps) {                                                                               \
+        rms_norm<Out, kVectors>(x, residual, weight, residual_out, rstd, data, scale, scale_inv, scale_inv_out,      \
+                                amax, (int)rows, (int)cols, (float)inv_cols, (float)eps);                            \
     }
 
 #define GRAPHRT_RMS_NORM_BACKWARD(name, kVectors, kThreads)                                                          \
-    extern "C" __global__ void __launch_bounds__(kThreads) name(                                                     \
+    extern "C" __global__ void __launch_bounds__(kThreads) graphrt_##name(                                           \
         const u16* grad_out, const u16* x, const float* rstd, const float* weight, const u16* grad_residual,         \
         u16* grad_x, float* partials, i64 rows, i64 cols, i64 block_rows, double inv_cols) {                         \
         rms_norm_backward<kVectors>(grad_out, x, rstd, weight, grad_residual, grad_x, partials, (int)rows,           \
                                     (int)cols, (int)block_rows, (float)inv_cols);                                    \
     }
 
-GRAPHRT_RMS_NORM(bf16, ToBf16, 1, kBlockThreads)
-GRAPHRT_RMS_NORM(e4m3, ToFp8<E4m3>, 1, kBlockThreads)
-GRAPHRT_RMS_NORM(e5m2, ToFp8<E5m2>, 1, kBlockThreads)
-GRAPHRT_RMS_NORM(bf16_wide, ToBf16, kWideVectors, kWideThreads)
-GRAPHRT_RMS_NORM(e4m3_wide, ToFp8<E4m3>, kWideVectors, kWideThreads)
-GRAPHRT_RMS_NORM(e5m2_wide, ToFp8<E5m2>, kWideVectors, kWideThreads)
-GRAPHRT_RMS_NORM_BACKWARD(graphrt_rms_norm_backward, 1, kBlockThreads)
-GRAPHRT_RMS_NORM_BACKWARD(graphrt_rms_norm_backward_wide, kWideVectors, kWideThreads)
+GRAPHRT_RMS_NORM(rms_norm_bf16, ToBf16, 1, kBlockThreads)
+GRAPHRT_RMS_NORM(rms_norm_e4m3, ToFp8<E4m3>, 1, kBlockThreads)
+GRAPHRT_RMS_NORM(rms_norm_e5m2, ToFp8<E5m2>, 1, kBlockThreads)
+GRAPHRT_RMS_NORM(wide_rms_norm_bf16, ToBf16, kWideVectors, kWideThreads)
+GRAPHRT_RMS_NORM(wide_rms_norm_e4m3, ToFp8<E4m3>, kWideVectors, kWideThreads)
+GRAPHRT_RMS_NORM(wide_rms_norm_e5m2, ToFp8<E5m2>, kWideVectors, kWideThreads)
+GRAPHRT_RMS_NORM_BACKWARD(rms_norm_backward, 1, kBlockThreads)
+GRAPHRT_RMS_NORM_BACKWARD(wide_rms_norm_backward, kWideVectors, kWideThreads)
+
+extern "C" __global__ void __launch_bounds__(kTileThreads) graphrt_rms_norm_transpose(
+    const u8* data, u8* transposed, i64 rows, i64 cols) {
+    transpose(data, transposed, rows, cols);
+}
 
 extern "C" __global__ void __launch_bounds__(kBlockThreads) graphrt_rms_norm_sum_partials(
     const float* partials, float* sums, i64 num_partials, i64 cols) {

@@ -28,10 +28,9 @@ __all__ = ["rms_norm", "rms_norm_backward"]
 _VECTOR = 8  # columns in 16 bytes
 _WARP = 32
 _MAX_THREADS = 1024
-_WIDE_THREADS, _WIDE_VECTORS = 512, 4
+_WIDE_VECTORS = 4
 _BLOCK_ROWS = 16  # of the forward kernel, and the least of the backward one
-_STAGED_BYTES = 128  # shared memory of a thread for the transposed copy
-_WIDE_STAGED_BYTES = 256
+_TILE_ROWS, _TILE_COLS, _TILE_THREADS = 128, 128, 256
 _MAX_PARTIALS = 1024
 _SUM_COLUMNS, _SUM_THREADS = 32, 1024
 
@@ -216,16 +215,16 @@ def _launch_forward(
     residual = None if residual is None else aligned(residual)
     residual_addresses = (0, 0) if residual is None else (residual.data_ptr(), stream.data_ptr())
     addresses = (x.data_ptr(), residual_addresses[0], weight.data_ptr(), residual_addresses[1], rstd.data_ptr())
-    args = (*addresses, *output_addresses(result), *slot_addresses(to, result), rows, cols, 1.0 / cols, float(eps))
+    data_address, transposed_address = output_addresses(result)
+    args = (*addresses, data_address, *slot_addresses(to, result), rows, cols, 1.0 / cols, float(eps))
     vectors, num_threads = _layout(cols)
-    name = f"graphrt_rms_norm_{output_name(to)}{'' if vectors == 1 else '_wide'}"
-    shared_bytes = _shared_bytes(vectors, num_threads) if to is not None and to.transpose else 0
-    device.launch(x.get_device(), name, -(-rows // _BLOCK_ROWS), num_threads, args, shared_bytes)
+    name = f"graphrt_{'' if vectors == 1 else 'wide_'}rms_norm_{output_name(to)}"
+    device.launch(x.get_device(), name, -(-rows // _BLOCK_ROWS), num_threads, args)
+    if transposed_address:
+        num_tiles = -(-rows // _TILE_ROWS) * -(-cols // _TILE_COLS)
+        transpose_args = (data_address, transposed_address, rows, cols)
+        device.launch(x.get_device(), "graphrt_rms_norm_transpose", num_tiles, _TILE_THREADS, transpose_args)
     return stream, result, rstd
-
-
-def _shared_bytes(vectors: int, num_threads: int) -> int:
-    return num_threads * _STAGED_BYTES if vectors == 1 else _WIDE_THREADS * _WIDE_STAGED_BYTES
 
 
 def _launch_backward(grad_out: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, grad_residual: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -244,7 +243,7 @@ def _launch_backward(grad_out: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, 
     if grad_residual is None:
         addresses.append(0)
     vectors, num_threads = _layout(cols)
-    name = "graphrt_rms_norm_backward" if vectors == 1 else "graphrt_rms_norm_backward_wide"
+    name = "graphrt_rms_norm_backward" if vectors == 1 else "graphrt_wide_rms_norm_backward"
     args = (*addresses, grad_x.data_ptr(), partials.data_ptr(), rows, cols, block_rows, 1.0 / cols)
     device.launch(x.get_device(), name, num_blocks, num_threads, args)
     sum_args = (partials.data_ptr(), grad_weight.data_ptr(), num_blocks, cols)

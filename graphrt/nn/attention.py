@@ -92,9 +92,9 @@ class _RotaryQkv(torch.autograd.Function):
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
         stream, rstd, norm_weight, cos, sin, *saved = ctx.saved_tensors
-        grad_stream, *grad_qkv = grad_outputs
+        grad_stream, grad_query, grad_key, grad_value = grad_outputs
         gemm, needs_weight = ctx.gemm, ctx.needs_input_grad[3]
-        grad = rope_backward(*grad_qkv, cos, sin, to=gemm.grad_target(transpose=needs_weight))
+        grad = gemm.receive(rope_backward(grad_query, grad_key, grad_value, cos, sin, to=gemm.grad_target(transpose=needs_weight)))
         grad_n = gemm.grad_input(grad, saved)
         grad_weight = gemm.weight_grad(grad, saved) if needs_weight else None
         grad_x, grad_norm = rms_norm_backward(grad_n, stream, rstd, norm_weight, flatten(grad_stream))

@@ -77,7 +77,7 @@ class _FeedForward(torch.autograd.Function):
         g2 = second.prepare_grad(grad_y, transpose=needs_w2)
         grad_a = second.grad_input(g2, saved[4:])
         grad_w2 = second.weight_grad(g2, saved[4:]) if needs_w2 else None
-        g13 = swiglu_backward(h, grad_a, to=first.grad_target(transpose=needs_w13))
+        g13 = first.receive(swiglu_backward(h, grad_a, to=first.grad_target(transpose=needs_w13)))
         grad_n = first.grad_input(g13, saved[:4])
         grad_w13 = first.weight_grad(g13, saved[:4]) if needs_w13 else None
         grad_x, grad_norm = rms_norm_backward(grad_n, stream, rstd, norm_weight, grad_stream)

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from graphrt import kernels
 from graphrt.kernels import QuantizedTensor, QuantizeTo
 from graphrt.linear import Float8Linear, LinearCall, finish_backward, weight_grad
-from graphrt.region import Mode, current_context
 from graphrt.sinks import deliver
 
-__all__ = ["Fp8Gemm", "Gemm", "PlainGemm", "can_fuse", "gemm_of"]
+__all__ = ["CalibratingGemm", "Fp8Gemm", "Gemm", "PlainGemm", "can_fuse", "gemm_of"]
 
 #: A tensor in the form that the GEMM takes: quantized or plain, [rows, features].
 Operand = Any
@@ -42,26 +41,60 @@ class PlainGemm:
         del transpose
         return grad_output
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Operand) -> Tensor:
         """``x w^T``: [rows, in_features] -> [rows, out_features]."""
         assert self._cast is not None
         return x @ self._cast.t()
 
-    def release(self, x: Tensor) -> list[Tensor | None]:
+    def release(self, x: Operand) -> list[Tensor | None]:
         """What the backward needs, for ``save_for_backward``, four entries; nothing of it is kept here."""
         cast, self._cast = self._cast, None
         return [x, None, cast, None]
 
-    def grad_input(self, grad: Tensor, saved: list[Tensor]) -> Tensor:
+    def receive(self, grad: Operand) -> Operand:
+        """An output gradient that a kernel has written for `grad_target`."""
+        return grad
+
+    def grad_input(self, grad: Operand, saved: list[Tensor]) -> Tensor:
         """``dy w``."""
         return grad @ saved[2]
 
-    def weight_grad(self, grad: Tensor, saved: list[Tensor]) -> Tensor | None:
+    def weight_grad(self, grad: Operand, saved: list[Tensor]) -> Tensor | None:
         """``dy^T x`` into the weight's sink, or returned."""
         return deliver(self.weight, lambda out: _mm(grad.t(), saved[0], self.weight.dtype, out))
 
     def finish(self) -> None:
         """Nothing was requested."""
+
+
+class CalibratingGemm(PlainGemm):
+    """Plain products that record the amaxes a quantized step would have."""
+
+    def __init__(self, linear: Float8Linear, call: LinearCall, dtype: torch.dtype) -> None:
+        super().__init__(linear.weight, dtype)
+        self._call = call
+
+    def forward(self, x: Operand) -> Tensor:
+        """As `PlainGemm.forward`; records the input's and the weight's amax."""
+        call = self._call
+        if call.is_training:
+            kernels.record_amax_(x, call.state.staging_row, call.slots.input)
+            kernels.record_amax_(self.weight.detach(), call.state.staging_row, call.slots.weight)
+        return super().forward(x)
+
+    def receive(self, grad: Operand) -> Operand:
+        """Records the output gradient's amax."""
+        kernels.record_amax_(grad, self._call.state.staging_row, self._call.slots.grad_output)
+        return grad
+
+    def prepare_grad(self, grad_output: Tensor, transpose: bool = True) -> Tensor:
+        """Records the output gradient's amax."""
+        del transpose
+        return self.receive(grad_output)
+
+    def finish(self) -> None:
+        """A calibrating backward has run: request the scale update."""
+        finish_backward(self._call)
 
 
 class Fp8Gemm:
@@ -92,23 +125,27 @@ class Fp8Gemm:
         to = self.grad_target(transpose)
         return kernels.quantize(grad_output, to.scale, to.scale_inv, to.slot, to.dtype, amax=to.amax, transpose=transpose)
 
-    def forward(self, x: QuantizedTensor) -> Tensor:
+    def forward(self, x: Operand) -> Tensor:
         """``x w^T``: [rows, in_features] -> [rows, out_features]."""
         w = self._quantized
         assert w is not None
         return kernels.scaled_mm(x.data, x.scale_inv, w.data, w.scale_inv, self.dtype, fast_accum=True)
 
-    def release(self, x: QuantizedTensor) -> list[Tensor | None]:
+    def release(self, x: Operand) -> list[Tensor | None]:
         """What the backward needs, for ``save_for_backward``, four entries; nothing of it is kept here."""
         w, self._quantized = self._quantized, None
         assert w is not None
         return [x.transposed, x.scale_inv, w.transposed, w.scale_inv]
 
-    def grad_input(self, grad: QuantizedTensor, saved: list[Tensor]) -> Tensor:
+    def receive(self, grad: Operand) -> Operand:
+        """An output gradient that a kernel has quantized to `grad_target`."""
+        return grad
+
+    def grad_input(self, grad: Operand, saved: list[Tensor]) -> Tensor:
         """``dy w``."""
         return kernels.scaled_mm(grad.data, grad.scale_inv, saved[2], saved[3], self.dtype, fast_accum=False)
 
-    def weight_grad(self, grad: QuantizedTensor, saved: list[Tensor]) -> Tensor | None:
+    def weight_grad(self, grad: Operand, saved: list[Tensor]) -> Tensor | None:
         """``dy^T x`` into the weight's sink, or returned."""
         return deliver(self.weight, lambda out: weight_grad(grad, saved[0], saved[1], self.weight.dtype, out))
 
@@ -121,11 +158,8 @@ Gemm = PlainGemm | Fp8Gemm
 
 
 def can_fuse(x: Tensor, *linears: nn.Linear) -> bool:
-    """Whether a fused layer may issue these linears' GEMMs: nobody watches them, and the kernels take the shapes and dtypes.
-
-    Calibration records each linear's own input, and hooks want to see it, so both get the layers one by one.
-    """
-    if current_context().mode is Mode.CALIBRATE or (x.is_cuda and x.dtype is not torch.bfloat16):
+    """Whether a fused layer may issue these linears' GEMMs: nobody watches them, and the kernels take the shapes and dtypes."""
+    if x.is_cuda and x.dtype is not torch.bfloat16:
         return False
     return all(_is_bare(linear) for linear in linears)
 
@@ -133,7 +167,8 @@ def can_fuse(x: Tensor, *linears: nn.Linear) -> bool:
 def _is_bare(linear: nn.Linear) -> bool:
     hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
     is_aligned = linear.in_features % 16 == 0 and linear.out_features % 16 == 0
-    return type(linear) in (nn.Linear, Float8Linear) and linear.bias is None and is_aligned and not any(hooks)
+    is_watched = any(hooks) or (isinstance(linear, Float8Linear) and linear.quantization_state.is_counting_saturation)
+    return type(linear) in (nn.Linear, Float8Linear) and linear.bias is None and is_aligned and not is_watched
 
 
 def gemm_of(linear: nn.Linear, x: Tensor) -> Gemm:
@@ -147,7 +182,8 @@ def gemm_of(linear: nn.Linear, x: Tensor) -> Gemm:
     if prepared is None:
         return PlainGemm(linear.weight, x.dtype)
     assert isinstance(linear, Float8Linear)
-    return Fp8Gemm(linear, *prepared, x.dtype)
+    call, weight = prepared
+    return CalibratingGemm(linear, call, x.dtype) if weight is None else Fp8Gemm(linear, call, weight, x.dtype)
 
 
 def _mm(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:

@@ -39,6 +39,7 @@ class _ResidualNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, residual: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         stream, n, rstd = rms_norm(flatten(delta), flatten(residual), weight, eps)
+        assert isinstance(n, Tensor)
         ctx.save_for_backward(stream, rstd, weight)
         ctx.shape = residual.shape
         return stream.view(residual.shape), n.view(residual.shape)
