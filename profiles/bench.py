@@ -16,6 +16,7 @@ import json
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ NUM_STEPS, NUM_WARMUP_STEPS, NUM_PROFILED = 20, 8, 3
 POOL = 8
 
 
-def measure(preset_name: str, precision: str, mode: str, num_layers: int | None, show_kernels: int, grad_accum: int = 1) -> dict[str, Any]:
+def measure(preset_name: str, precision: str, mode: str, show_kernels: int, grad_accum: int = 1) -> dict[str, Any]:
     """Time one configuration in this process."""
     import torch
 
@@ -36,7 +37,6 @@ def measure(preset_name: str, precision: str, mode: str, num_layers: int | None,
     settings = make_settings(
         {"preset": preset_name, "precision": precision, "mode": mode, "device": "cuda", "vocab_size": 32768, "grad_accum": grad_accum}
     )
-    del num_layers
     device = torch.device("cuda", 0)
     trainer = build_trainer(settings, device)
     shape = (POOL, 2, settings.batch_size, settings.seq_len)
@@ -56,7 +56,7 @@ def measure(preset_name: str, precision: str, mode: str, num_layers: int | None,
         host.append(time.perf_counter() - begin)
         events[i + 1].record()
     torch.cuda.synchronize()
-    times_ms = sorted(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False))
+    times_ms = sorted(a.elapsed_time(b) for a, b in pairwise(events))
     ms = times_ms[NUM_STEPS // 2]
     peak = torch.cuda.max_memory_allocated(device)
     report = trainer.report()
@@ -137,7 +137,7 @@ def main() -> int:
     parser.add_argument("--one", nargs=3, metavar=("PRESET", "PRECISION", "MODE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print(json.dumps(measure(*args.one, num_layers=None, show_kernels=args.kernels)))
+        print(json.dumps(measure(*args.one, show_kernels=args.kernels)))
         return 0
     import torch
 

@@ -6,25 +6,24 @@
 // Two shapes of the same work, both limited by memory:
 // - Row-major bf16 (forward in place, backward without FP8): a thread takes one position and the same eight pairs of
 //   four heads, so that its sixteen cosines and sines are read once for 128 bytes of x.
-// - Backward to FP8, row-major and transposed, with the amax: a tile of 128 positions x 16 lanes, a lane being eight
-//   pairs (16 columns) of one head. A thread takes four positions of a lane, twice. A tile's lanes are a few neighbouring lanes
+// - Backward to FP8, row-major and transposed, with the amax: a tile of 64 positions x 16 lanes, a lane being eight
+//   pairs (16 columns) of one head. A thread takes four positions of a lane. A tile's lanes are a few neighbouring lanes
 //   of four heads: heads share the cosines, and reading those for each head would cost the L2 as much as the gradients.
 //   The rest is as in quantize.cu: 4x4 bytes are transposed with byte permutes and leave through shared memory as
-//   16-byte units, 128 contiguous bytes per column.
+//   16-byte units, 64 contiguous bytes per column.
 //
 // Addresses are 16-byte aligned and strides are multiples of eight elements; the launcher sees to it.
 // common.cuh stands in front of this text.
 
 constexpr int kRopeThreads = 256;
 constexpr int kRopeHeads = 4;                    // heads a thread of the row-major kernels takes, and heads sharing a tile
-constexpr int kRopeTileRows = 128;
-constexpr int kRopePassRows = 64;                // rows of a tile that the block has in registers at a time
+constexpr int kRopeTileRows = 64;
 constexpr int kRopeLanes = 16;
 constexpr int kRopeLaneCols = 16;                // eight of the first half of a head, eight of the second
 constexpr int kRopeUnits = kRopeTileRows / 16;   // 16-byte units of one transposed row of a tile
 constexpr int kRopeTileUnits = kRopeLanes * kRopeLaneCols * kRopeUnits;
 
-static_assert(kRopeThreads == kRopeLanes * kRopePassRows / 4, "a thread takes four positions of a lane");
+static_assert(kRopeThreads == kRopeLanes * kRopeTileRows / 4, "a thread takes four positions of a lane");
 static_assert(kRopeLanes % 8 == 0, "a warp takes eight lanes of sixteen positions");
 
 // ---- rotation ------------------------------------------------------------------------------------------------------
@@ -144,7 +143,7 @@ __device__ __forceinline__ void rotate_rows(const Source& source, const u32* cos
 
 // ---- to FP8, row-major and transposed ------------------------------------------------------------------------------
 
-// A thread's place in a pass: eight lanes x four row groups a warp, the four groups being one 16-byte unit of the transpose.
+// A thread's place: eight lanes x four row groups a warp, the four groups being one 16-byte unit of the transpose.
 struct Place {
     int lane, row_group;
 };
@@ -258,35 +257,31 @@ __device__ __forceinline__ void rotate_tile(const Gradients& gradients, const u3
     const Place place = locate_thread();
     const Lane lane = locate_lane(across * kRopeLanes + place.lane, lanes_together, shape);
     const bool is_inside = lane.head < 3 * shape.num_heads;
-    const i64 tile_row = (i64)down * kRopeTileRows;
-    const i64 out_column = (i64)lane.head * shape.head_size + lane.column;
+    const i64 tile_row = (i64)down * kRopeTileRows, row = tile_row + 4 * place.row_group;
+    const i64 num_valid = is_inside ? clamp_count(rows - row, 4) : 0;
+
+    Pairs pairs = load_pairs(gradients, lane, row, num_valid, shape);
     const float scale = *scale_in;
+    const i64 out_column = (i64)lane.head * shape.head_size + lane.column;
+    if (lane.head < 2 * shape.num_heads) {
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+            if (r >= num_valid) continue;
+            const Angles angles = load_angles(cos, sin, (i64)pairs.position[r] * shape.half() + lane.column);
+            rotate<true>(angles, pairs.half[0][r], pairs.half[1][r]);
+        }
+    }
     u32 amax = 0;
-#pragma unroll 1
-    for (int row_group = place.row_group; row_group < kRopeTileRows / 4; row_group += kRopePassRows / 4) {
-        const i64 row = tile_row + 4 * row_group;
-        const i64 num_valid = is_inside ? clamp_count(rows - row, 4) : 0;
-        Pairs pairs = load_pairs(gradients, lane, row, num_valid, shape);
-        if (lane.head < 2 * shape.num_heads) {
 #pragma unroll
-            for (int r = 0; r < 4; r++) {
-                if (r >= num_valid) continue;
-                const Angles angles = load_angles(cos, sin, (i64)pairs.position[r] * shape.half() + lane.column);
-                rotate<true>(angles, pairs.half[0][r], pairs.half[1][r]);
-            }
+    for (int h = 0; h < 2; h++) {
+        u32 q[4][2];
+        const u32 half_amax = quantize_four<Out>(pairs.half[h], scale, num_valid, q);
+        amax = half_amax > amax ? half_amax : amax;
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+            if (r < num_valid) store_words<2>(data, (row + r) * shape.columns() + out_column + h * (i64)shape.half(), q[r]);
         }
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            u32 q[4][2];
-            const u32 half_amax = quantize_four<Out>(pairs.half[h], scale, num_valid, q);
-            amax = half_amax > amax ? half_amax : amax;
-            const i64 column = out_column + h * (i64)shape.half();
-#pragma unroll
-            for (int r = 0; r < 4; r++) {
-                if (r < num_valid) store_words<2>(data, (row + r) * shape.columns() + column, q[r]);
-            }
-            stage_transposed(reinterpret_cast<u32*>(units), place.lane * kRopeLaneCols + 8 * h, row_group, q);
-        }
+        stage_transposed(reinterpret_cast<u32*>(units), place.lane * kRopeLaneCols + 8 * h, place.row_group, q);
     }
     if (place.row_group == 0) lane_columns[place.lane] = is_inside ? (int)out_column : -1;
     if (amax_out != nullptr) stage_warp_amax(amax, warp_amax);

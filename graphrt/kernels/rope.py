@@ -22,7 +22,7 @@ __all__ = ["MAX_HEAD_SIZE", "rope_", "rope_backward"]
 # These mirror the constants of rope.cu.
 _THREADS = 256
 _HEADS = 4
-_TILE_ROWS, _LANES = 128, 16
+_TILE_ROWS, _LANES = 64, 16
 
 MAX_HEAD_SIZE = 256
 _PAIRS = 8  # what a 16-byte vector of the first half of a head, and one of the second, hold
