@@ -7,6 +7,8 @@ from typing import Any
 
 import torch.utils.checkpoint as torch_checkpoint
 
+from graphrt.recompute import close_abandoned
+
 __all__ = ["checkpoint"]
 
 _KEYWORDS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
@@ -35,4 +37,8 @@ def checkpoint(fn: Callable[..., Any], *args: Any, use_reentrant: bool = False, 
         raise ValueError(f"This torch's checkpoint does not take {unknown[0]}. Leave it out, or use a newer torch.")
     torch_keywords = {name: kwargs.pop(name) for name in _KEYWORDS if name in kwargs}
     function = functools.partial(fn, **kwargs) if kwargs else fn
-    return torch_checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **torch_keywords)
+    try:
+        return torch_checkpoint.checkpoint(function, *args, use_reentrant=use_reentrant, **torch_keywords)
+    except BaseException as error:
+        close_abandoned(error.__traceback__)
+        raise

@@ -31,6 +31,7 @@ from graphrt.errors import FlushError
 __all__ = [
     "Forward",
     "Phase",
+    "close_abandoned",
     "current_phase",
     "in_recompute",
     "is_reentrant_forward",
@@ -238,6 +239,23 @@ def keep_with_graph(item: Any) -> None:
         if getattr(ctx, _KEPT, None) is None:
             setattr(ctx, _KEPT, set())
         getattr(ctx, _KEPT).add(item)
+
+
+def close_abandoned(traceback: types.TracebackType | None) -> None:
+    """Leave the checkpoints that an exception has left half-way.
+
+    Older torch suspends a non-reentrant checkpoint in a generator and, when the function raises, leaves the generator to
+    the garbage collector: as long as the traceback lives, every later forward saves its tensors into the dead checkpoint.
+    """
+    frames = []
+    while traceback is not None:
+        frames.append(traceback.tb_frame)
+        traceback = traceback.tb_next
+    for frame in reversed(frames):
+        if frame.f_code.co_filename == torch_checkpoint.__file__:
+            for value in frame.f_locals.values():
+                if isinstance(value, types.GeneratorType) and not value.gi_running:
+                    value.close()
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import itertools
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from graphrt.guards import untraced
 from graphrt.recompute import (
     Forward,
     Phase,
+    close_abandoned,
     current_phase,
     is_reentrant_forward,
     keep_with_graph,
@@ -215,7 +217,8 @@ class Region(AbstractContextManager["Region"]):
         return record
 
     @_untraced
-    def __exit__(self, *_exception: object) -> None:
+    def __exit__(self, _type: object, _error: object, traceback: TracebackType | None) -> None:
+        close_abandoned(traceback)
         context, is_outermost = self._entries.pop()
         _remove(context)
         if is_outermost and context.record is not None:

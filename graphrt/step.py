@@ -5,15 +5,15 @@ that stay. What differs between the paths is handed in: the region (the eager on
 does not), and when the body runs.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from graphrt.errors import GraphrtError
+from graphrt.errors import CaptureError, GraphrtError
 from graphrt.kernels.multi_tensor import grad_norm
 from graphrt.optimizer import Norms, StepOptimizer, scale_
 from graphrt.region import Region
@@ -59,6 +59,16 @@ class Gradients:
         self.named = named
         self.owned: dict[str, Tensor] = {}
         self.sinks = GradientSinks()
+        self._closed_reason: str | None = None
+
+    @contextmanager
+    def closed(self, reason: str) -> Iterator[None]:
+        """Inside the block a first gradient is refused: "<name> got its first gradient <reason>"."""
+        self._closed_reason = reason
+        try:
+            yield
+        finally:
+            self._closed_reason = None
 
     def attach(self) -> None:
         """Put the owned tensors back where the user set ``.grad`` to None.
@@ -80,9 +90,12 @@ class Gradients:
 
         Raises:
             GraphrtError: a gradient is sparse.
+            CaptureError: a gradient appears where none may.
         """
         for name, p in self.named.items():
             if p.grad is not None and name not in self.owned:
+                if self._closed_reason is not None:
+                    raise CaptureError(f"{name} got its first gradient {self._closed_reason}")
                 if p.grad.layout is not torch.strided:
                     raise GraphrtError(f"{name}.grad is {p.grad.layout}, which is not supported. Use dense gradients (sparse=False).")
                 self.owned[name] = p.grad

@@ -22,6 +22,7 @@ from graphrt.errors import GraphrtError, StaticInputError
 from graphrt.guards import is_capturing
 from graphrt.linear import Float8Linear
 from graphrt.optimizer import StepOptimizer
+from graphrt.recompute import close_abandoned
 from graphrt.region import is_region_open
 from graphrt.report import TrainerReport
 from graphrt.snapshot import RngSnapshot, StepSnapshot
@@ -255,7 +256,8 @@ class Trainer:
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         try:
             yield
-        except BaseException:
+        except BaseException as error:
+            close_abandoned(error.__traceback__)
             if stream is not None:
                 torch.cuda.set_stream(stream)
             snapshot.restore()

@@ -36,7 +36,7 @@ ONLY = {
     "guards": {"errors"},
     "recompute": {"errors"},
     "kernels": {"errors", "recipe", "guards"},
-    "checkpoint": set(),
+    "checkpoint": {"recompute"},
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

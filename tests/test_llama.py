@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import graphrt
-from graphrt.llama import Llama, is_block_linear, make_loss_fn, rotary_tables, rotate
+from graphrt.llama import Llama, is_block_linear, make_loss_fn, rotary_tables
+from graphrt.nn import rotary_qkv
 from graphrt.presets import PRESETS, ModelShape
 
 SHAPE = ModelShape(num_layers=2, width=32, num_heads=2, ffn=48, vocab=64)
@@ -39,10 +40,13 @@ def test_sequences_may_be_shorter_than_the_rotary_tables(model, tokens):
 
 def test_rotation_keeps_lengths_and_depends_on_distance_alone():
     cos, sin = rotary_tables(64, 16)
-    query, key = torch.randn(2, 16).unbind()
-    rotated_query, rotated_key = (rotate(x.expand(64, 16), cos, sin) for x in (query, key))
-    torch.testing.assert_close(rotated_query.norm(dim=-1), query.norm().expand(64))
-    torch.testing.assert_close(rotated_query[5] @ rotated_key[3], rotated_query[45] @ rotated_key[43])
+    stream, projection = torch.ones(1, 64, 16), torch.nn.Linear(16, 48, bias=False)
+    _, query, key, value = rotary_qkv(stream, torch.zeros_like(stream), torch.ones(16), projection, cos, sin, 1, 1e-5)
+    query, key, value = (x.detach()[0, 0] for x in (query, key, value))  # [64, 16], one vector at every position
+    torch.testing.assert_close(value, value[:1].expand(64, 16))
+    assert not torch.allclose(query[1], query[0])  # position 0 is turned by nothing
+    torch.testing.assert_close(query.norm(dim=-1), query[0].norm().expand(64))
+    torch.testing.assert_close(query[5] @ key[3], query[45] @ key[43])
 
 
 def test_rotary_tables_are_no_part_of_the_state_dict(model):
@@ -79,12 +83,12 @@ def test_a_fresh_model_is_as_wrong_as_a_uniform_guess(model, tokens):
 
 def test_autocast_decides_the_dtype_of_the_residual_stream(model, tokens):
     seen = []
-    model.norm.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    model.blocks[1].register_forward_pre_hook(lambda _, args: seen.append((args[0].dtype, args[1].dtype)))
     batch = {"tokens": tokens, "labels": tokens}
     for dtype in (None, torch.bfloat16):
         loss = make_loss_fn("cpu", dtype)(model, batch)
         assert loss.dtype == torch.float32
-    assert seen == [torch.float32, torch.bfloat16]
+    assert seen == [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)]
 
 
 def test_checkpointing_changes_no_bit(tokens):

@@ -5,6 +5,7 @@ garbage collection is on again, the generator is usable, and the pool is the sam
 leaks the private pool of an invalidated capture, so there is only ever one).
 """
 
+import functools
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ import torch
 from graphrt.capture.cuda_rng import CudaRng, RngTrace
 from graphrt.errors import CaptureError
 
-__all__ = ["CapturedGraph", "capture"]
+__all__ = ["CapturedGraph", "GraphPool", "capture", "capture_stream"]
 
 T = TypeVar("T")
 
@@ -47,6 +48,34 @@ class CapturedGraph:
         if self._graph is not None:
             self._graph.reset()
             self._graph = None
+
+
+@functools.cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream all captures on ``device`` use. Memory that torch caches belongs to a stream: one a trainer would add up."""
+    return torch.cuda.Stream(device)
+
+
+class GraphPool:
+    """The memory pool that the graphs of one runner share.
+
+    A graph of one node keeps it alive: torch does not take a pool's handle again once the last graph in it is gone.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+        self._keeper: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(stream.device)
+        with torch.cuda.stream(stream):
+            self._keeper.capture_begin(pool=self.handle, capture_error_mode="thread_local")
+            with _ending(self._keeper):
+                torch.zeros(1, device=stream.device)
+
+    def close(self) -> None:
+        """Let the pool go with its last graph; a second call does nothing."""
+        if self._keeper is not None:
+            self._keeper.reset()
+            self._keeper = None
 
 
 def capture(body: Callable[[], T], *, stream: torch.cuda.Stream, pool: Any, rng_trace: RngTrace) -> tuple[CapturedGraph, T]:

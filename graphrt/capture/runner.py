@@ -16,7 +16,7 @@ import torch
 
 from graphrt import batch as batches
 from graphrt import kernels
-from graphrt.capture.cuda_graph import capture
+from graphrt.capture.cuda_graph import GraphPool, capture, capture_stream
 from graphrt.capture.cuda_rng import RngTrace, observed_rng
 from graphrt.capture.fingerprint import Fingerprint
 from graphrt.capture.inputs import StaticInputs, signature
@@ -188,8 +188,8 @@ class CapturedRunner:
         self.num_microbatches, self.num_warmup_steps, self.max_graphs = num_microbatches, num_warmup_steps, max_graphs
         self.stats = CaptureStats()
         self.is_cuda = device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self.is_cuda else None
-        self._pool = torch.cuda.graph_pool_handle() if self.is_cuda else None
+        self._stream = capture_stream(device) if self.is_cuda else None
+        self._pool: GraphPool | None = None
         self._graphs: dict[Any, StepGraph] = {}
         self._fingerprint: Fingerprint | None = None
         self._static_weights: dict[Float8Linear, kernels.QuantizedTensor] = {}
@@ -256,11 +256,14 @@ class CapturedRunner:
 
     def _capture(self, graph: StepGraph) -> StepResult:
         start = time.perf_counter()
-        owned = set(self.body.gradients.owned)
         capture_on = self._capture_cuda if self.is_cuda else self._capture_cpu
-        graph.graph, observation = capture_on(graph)
+        with self.body.gradients.closed(
+            f"in the step that was captured, after {self.num_warmup_steps} warmup steps without one. "
+            "Raise warmup_steps, or make every step use it."
+        ):
+            graph.graph, observation = capture_on(graph)
         try:
-            self._check_capture(graph, observation, owned)
+            self._check_capture(graph, observation)
         except BaseException:
             graph.graph.close()
             graph.graph = None
@@ -281,8 +284,10 @@ class CapturedRunner:
         self._refuse_what_cannot_fit()
         self.stats.pool_bytes_before = torch.cuda.memory_reserved(self.device)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        if self._pool is None:
+            self._pool = GraphPool(self._stream)
         try:
-            captured, observation = capture(graph.run_observed, stream=self._stream, pool=self._pool, rng_trace=graph.rng_trace)
+            captured, observation = capture(graph.run_observed, stream=self._stream, pool=self._pool.handle, rng_trace=graph.rng_trace)
         except CaptureError:
             raise
         except Exception as error:
@@ -302,14 +307,8 @@ class CapturedRunner:
         self.stats.num_nodes_by_kind = {"operation": recording.num_nodes}
         return recording, recording
 
-    def _check_capture(self, graph: StepGraph, observation: Recording | None, owned: set[str]) -> None:
+    def _check_capture(self, graph: StepGraph, observation: Recording | None) -> None:
         """Refuse a graph that does not stand for the steps before it."""
-        new = [name for name in self.body.gradients.owned if name not in owned]
-        if new:
-            raise CaptureError(
-                f"{new[0]} got its first gradient in the step that was captured, after {self.num_warmup_steps} warmup steps without one. "
-                "Raise warmup_steps, or make every step use it."
-            )
         if graph.observation is None or observation is None:
             return
         differences = compare(graph.observation, observation)
@@ -384,6 +383,9 @@ class CapturedRunner:
         self._graphs.clear()
         self._static_weights.clear()
         self._fingerprint = None
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
 
 
 def _has_compiled_parts(body: StepBody) -> bool:

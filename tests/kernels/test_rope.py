@@ -168,7 +168,7 @@ def test_a_graph_is_not_recorded():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"qkv": torch.zeros(1, 4, 3, 2, 32)}, "qkv is contiguous torch.float32"),
+        ({"qkv": torch.zeros(1, 4, 3, 2, 32).double()}, "qkv is contiguous torch.float64"),
         ({"qkv": torch.zeros(1, 4, 2, 2, 32).bfloat16()}, "qkv is"),
         ({"qkv": torch.zeros(1, 3, 4, 2, 32).bfloat16().transpose(1, 2)}, "qkv is non-contiguous"),
         ({"qkv": torch.zeros(1, 4, 3, 2, 24).bfloat16()}, "head size 24"),
@@ -203,6 +203,28 @@ def test_backward_names_the_bad_argument(changes, message):
     grad_q, grad_k, grad_v = make_gradients((1, 4, 2, 32), "bhtd")
     with pytest.raises(ValueError, match=message):
         rope.rope_backward(**{"grad_q": grad_q, "grad_k": grad_k, "grad_v": grad_v, "cos": cos, "sin": sin, **changes})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_other_dtypes_are_for_the_cpu(dtype):
+    """There they are rotated in fp32 and rounded to their own dtype."""
+    qkv = make_qkv((1, 4, 2, 32)).clamp(-8, 8).to(dtype)
+    cos, sin = make_angles(4, 32)
+    expected = qkv.double()
+    first, second = expected[:, :, :2].chunk(2, dim=-1)
+    c, s = cos.double()[:, None, None], sin.double()[:, None, None]
+    expected[:, :, :2] = torch.cat([first * c - second * s, second * c + first * s], dim=-1)
+    rope.rope_(qkv, cos, sin)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(qkv.double(), expected, rtol=eps, atol=8 * eps)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_gpu_refuses_other_dtypes(dtype):
+    cos, sin = make_angles(4, 32, "cuda")
+    with pytest.raises(ValueError, match=f"qkv is contiguous {dtype}"):
+        rope.rope_(make_qkv((1, 4, 2, 32), device="cuda").to(dtype), cos, sin)
 
 
 # ---- the CUDA source, emulated ----
