@@ -41,15 +41,18 @@ class _Sink:
     @torch.no_grad()
     def write(self, compute: Compute) -> None:
         """Overwrite or add."""
-        p = self.parameter
-        if p.grad is None:
-            p.grad = compute(torch.empty_like(p, memory_format=torch.contiguous_format))
-        elif self.is_stale and p.grad.is_contiguous():
-            compute(p.grad)
-        else:
+        grad, overwrites = self.parameter.grad, self.is_stale
+        if grad is None:
+            grad = self.parameter.grad = torch.empty_like(self.parameter, memory_format=torch.contiguous_format)
+            overwrites = True
+        elif overwrites and not grad.is_contiguous():
             self.settle()
-            p.grad.add_(compute(None))
+            overwrites = False
         self.is_stale = False
+        if overwrites:
+            compute(grad)
+        else:
+            grad.add_(compute(None))
 
     def remove(self) -> None:
         self._hook.remove()
@@ -85,6 +88,8 @@ class GradientSinks:
     def sink(self, parameter: nn.Parameter) -> _Sink | None:
         """The parameter's sink; None where hooks of the user's have to see the gradient."""
         found = self._sinks.get(parameter)
+        if not _is_accumulated(parameter):
+            return None
         if _has_other_hooks(parameter, 0 if found is None else 1) or not (parameter.is_leaf and parameter.is_contiguous()):
             return None
         if found is None:
@@ -96,6 +101,17 @@ class GradientSinks:
         for sink in self._sinks.values():
             sink.remove()
         self._sinks.clear()
+
+
+def _is_accumulated(parameter: nn.Parameter) -> bool:
+    """Whether the backward under way adds to the parameter's ``.grad``: ``autograd.grad`` only returns gradients."""
+    if not parameter.requires_grad:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node)
+    except RuntimeError:
+        # What the engine says of a leaf whose gradient autograd.grad was asked for.
+        return False
 
 
 def _has_other_hooks(parameter: nn.Parameter, num_own: int) -> bool:

@@ -76,14 +76,16 @@ class Gradients:
         Raises:
             GraphrtError: a ``.grad`` is another tensor than the owned one.
         """
+        named = self.named
         for name, owned in self.owned.items():
-            p = self.named[name]
-            if p.grad is None:
-                p.grad = owned
-            elif p.grad is not owned:
+            grad = named[name].grad
+            if grad is owned:
+                continue
+            if grad is not None:
                 raise GraphrtError(
                     f"{name}.grad is another tensor than the one the Trainer accumulates into. Set it to None, or write into it in place."
                 )
+            named[name].grad = owned
 
     def adopt(self) -> None:
         """Own the ``.grad`` tensors that exist now.

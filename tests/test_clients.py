@@ -308,6 +308,8 @@ def test_compiling_during_the_capture_is_refused() -> None:
         loss, metrics = token_loss(model, batch)
         return (compiled(loss) if calls["num"] >= 3 else loss.sin() * 2.0), metrics
 
+    # Marked as torch.compile marks what it wraps: steps with compiled parts are not watched, for that would run them plain.
+    loss_fn._torchdynamo_orig_callable = loss_fn
     with make_trainer("graph", "cuda", loss_fn=loss_fn, is_fp8=False) as trainer:
         run(trainer, token_batches(2))
         with pytest.raises(graphrt.CaptureError):

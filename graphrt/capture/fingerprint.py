@@ -22,6 +22,9 @@ _RECAPTURE = "call trainer.recapture()"
 _IGNORED_KEYS = {"params", "initial_lr", "max_lr", "min_lr", "param_names", "max_momentum", "base_momentum", *TRACKED_KEYS}
 
 
+_END = object()
+
+
 class _Entry(NamedTuple):
     """An object and where it is looked up: ``holder.get(key)``. Of tensors the address is compared too."""
 
@@ -45,10 +48,14 @@ class Fingerprint:
         self._dicts = _dicts(body)
         compared_whole = set(map(id, self._dicts))
         self._attributes = [entry for entry in self._entries if id(entry.holder) not in compared_whole]
-        self._objects = list(chain.from_iterable(map(dict.values, self._dicts)))
-        tensors = [entry.found for entry in self._entries if isinstance(entry.found, Tensor)]
-        self._tensors = list({id(x): x for x in tensors}.values())
-        self._addresses = list(map(Tensor.data_ptr, self._tensors))
+        self._empty = [whole for whole in self._dicts if not whole]
+        # Views show what a dict holds now; the mark at the end tells when there is one more or fewer.
+        self._values = [*(whole.values() for whole in self._dicts if whole), (_END,)]
+        self._objects = list(chain.from_iterable(self._values))
+        # An optimizer's tensors are told by identity alone: rebinding their data without replacing them is nobody's habit.
+        movable = [*body.gradients.named.values(), *body.model.buffers(), *body.gradients.owned.values()]
+        self._movable = list({id(x): x for x in movable}.values())
+        self._addresses = list(map(Tensor.data_ptr, self._movable))
         self._modules = list(body.model.named_modules())
         self._training = [module.training for _, module in self._modules]
         self._parameters = list(body.gradients.named.items())
@@ -63,11 +70,10 @@ class Fingerprint:
             CaptureError: names what moved.
         """
         # Dicts are compared value by value in C, without a look-up a key.
-        found = list(chain.from_iterable(map(dict.values, self._dicts)))
-        is_same = len(found) == len(self._objects) and all(map(operator.is_, found, self._objects))
+        is_same = all(map(operator.is_, chain.from_iterable(self._values), self._objects)) and not any(self._empty)
         if not is_same or any(entry.holder.get(entry.key) is not entry.found for entry in self._attributes):
             self._name_moved()
-        if list(map(Tensor.data_ptr, self._tensors)) != self._addresses:
+        if list(map(Tensor.data_ptr, self._movable)) != self._addresses:
             self._name_moved()
         if [module.training for _, module in self._modules] != self._training:
             self._name_flag(self._modules, self._training, "training")
@@ -80,7 +86,7 @@ class Fingerprint:
             self._name_group(groups)
 
     def _name_moved(self) -> None:
-        addresses = dict(zip(map(id, self._tensors), self._addresses, strict=True))
+        addresses = dict(zip(map(id, self._movable), self._addresses, strict=True))
         for entry in self._entries:
             found = entry.holder.get(entry.key)
             if found is None and entry.found is not None:
@@ -88,7 +94,7 @@ class Fingerprint:
             if found is not entry.found:
                 kind = "tensor" if isinstance(entry.found, Tensor) else "object"
                 raise CaptureError(f"{entry.name} is another {kind} than the one the step was captured with. {entry.advice}")
-            if isinstance(found, Tensor) and found.data_ptr() != addresses[id(found)]:
+            if isinstance(found, Tensor) and found.data_ptr() != addresses.get(id(found), found.data_ptr()):
                 raise CaptureError(f"{entry.name} has moved to another address since the step was captured. {entry.advice}")
         self._name_added()
 

@@ -19,6 +19,8 @@ __all__ = ["Call", "RecordMode"]
 _UNINITIALISED = frozenset(
     {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::empty_permuted", "aten::new_empty", "aten::new_empty_strided"}
 )
+# The state of a generator: a host number in an eager step, an address in a captured one.
+_RNG_ARGUMENTS = frozenset({"philox_seed", "philox_offset", "rng_state"})
 # No work and no values, and autograd issues more or fewer of them depending on who else holds a tensor.
 _BOOKKEEPING = frozenset({"aten::detach", "aten::alias"})
 
@@ -161,7 +163,9 @@ class RecordMode(TorchDispatchMode):
             self._constants.add(storage_key(args[0]))
         fresh = _fresh_outputs(args, kwargs, result)
         is_replayed = is_constant or _is_replayed(operation, fresh, result)
-        arguments = tuple((name, self._describe(value, is_constant)) for name, value in _named(operation, args, kwargs))
+        arguments = tuple(
+            (name, self._describe(value, is_constant)) for name, value in _named(operation, args, kwargs) if name not in _RNG_ARGUMENTS
+        )
         outputs = tuple(_spec(value) if isinstance(value, Tensor) else None for value in _flat(result))
         self._made.update(storage_key(tensor) for tensor in fresh if tensor is not None)
         self._add_node(name_of(operation), arguments, outputs, is_replayed, location)

@@ -6,6 +6,7 @@ inputs and replays. Without a GPU the recorder takes the place of the CUDA graph
 """
 
 import enum
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -287,7 +288,8 @@ class CapturedRunner:
         if self._pool is None:
             self._pool = GraphPool(self._stream)
         try:
-            captured, observation = capture(graph.run_observed, stream=self._stream, pool=self._pool.handle, rng_trace=graph.rng_trace)
+            with _no_compiling():
+                captured, observation = capture(graph.run_observed, stream=self._stream, pool=self._pool.handle, rng_trace=graph.rng_trace)
         except CaptureError:
             raise
         except Exception as error:
@@ -386,6 +388,13 @@ class CapturedRunner:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
+
+
+def _no_compiling() -> AbstractContextManager[Any]:
+    """Refuse to compile inside a capture, which would capture what compiling launches."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return torch.compiler.set_stance("fail_on_recompile")
 
 
 def _has_compiled_parts(body: StepBody) -> bool:

@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 _COLUMN_MULTIPLE = 16
-_MAX_COLUMNS = 16384
+MAX_COLUMNS = 16384
 _OUTPUT_NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
@@ -34,8 +34,8 @@ def check_matrix(name: str, x: Tensor) -> None:
 
 def check_columns(name: str, num_columns: int) -> None:
     """Raise ValueError unless rows of so many elements are whole 32-byte pieces that a block can hold."""
-    if num_columns % _COLUMN_MULTIPLE or not 0 < num_columns <= _MAX_COLUMNS:
-        raise ValueError(f"{name} is {num_columns}, expected a multiple of {_COLUMN_MULTIPLE} from {_COLUMN_MULTIPLE} to {_MAX_COLUMNS}.")
+    if num_columns % _COLUMN_MULTIPLE or not 0 < num_columns <= MAX_COLUMNS:
+        raise ValueError(f"{name} is {num_columns}, expected a multiple of {_COLUMN_MULTIPLE} from {_COLUMN_MULTIPLE} to {MAX_COLUMNS}.")
 
 
 def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

@@ -20,7 +20,6 @@
 // argument is 8 bytes wide. common.cuh stands in front of this text.
 
 constexpr int kBlockThreads = 1024;
-constexpr int kBlockRows = 16;         // of the forward kernel
 constexpr int kWideThreads = 512;
 constexpr int kWideVectors = 4;
 constexpr int kSumsPitch = 40;         // 32 warps and a gap that keeps four rows out of each other's banks
@@ -181,7 +180,7 @@ __device__ __forceinline__ void rms_norm(const u16* __restrict__ x, const u16* _
                                          float* __restrict__ rstd_out, void* __restrict__ data,
                                          const float* __restrict__ scale_in, const float* __restrict__ scale_inv,
                                          float* __restrict__ scale_inv_out, int* amax_out, int rows, int cols,
-                                         float inv_cols, float eps) {
+                                         int block_rows, float inv_cols, float eps) {
     __shared__ float sums_buffer[2][4 * kSumsPitch];
     __shared__ u32 warp_amax[32];
     float scale = 1.0f;
@@ -192,8 +191,8 @@ __device__ __forceinline__ void rms_norm(const u16* __restrict__ x, const u16* _
     }
     u32 amax = 0;
 #pragma unroll 1
-    for (int step = 0; step < kBlockRows / 4; step++) {
-        const int row = (int)blockIdx.x * kBlockRows + 4 * step;
+    for (int step = 0; step < block_rows / 4; step++) {
+        const int row = (int)blockIdx.x * block_rows + 4 * step;
         Bytes16 v[kVectors][4];
         float sums[4];
 #pragma unroll
@@ -411,9 +410,9 @@ __device__ __forceinline__ void sum_partials(const float* __restrict__ partials,
     extern "C" __global__ void __launch_bounds__(kThreads) graphrt_##name(                                           \
         const u16* x, const u16* residual, const float* weight, u16* residual_out, float* rstd, void* data,          \
         const float* scale, const float* scale_inv, float* scale_inv_out, int* amax, i64 rows, i64 cols,             \
-        double inv_cols, double eps) {                                                                               \
+        i64 block_rows, double inv_cols, double eps) {                                                                               \
         rms_norm<Out, kVectors>(x, residual, weight, residual_out, rstd, data, scale, scale_inv, scale_inv_out,      \
-                                amax, (int)rows, (int)cols, (float)inv_cols, (float)eps);                            \
+                                amax, (int)rows, (int)cols, (int)block_rows, (float)inv_cols, (float)eps);           \
     }
 
 #define GRAPHRT_RMS_NORM_BACKWARD(name, kVectors, kThreads)                                                          \

@@ -29,7 +29,8 @@ _VECTOR = 8  # columns in 16 bytes
 _WARP = 32
 _MAX_THREADS = 1024
 _WIDE_VECTORS = 4
-_BLOCK_ROWS = 16  # of the forward kernel, and the least of the backward one
+_BLOCK_ROWS = 16  # of a block, where there are rows enough for all
+_MIN_BLOCKS = 264  # two on each of an H200's multiprocessors; fewer rows than these take are spread over as many blocks
 _TILE_ROWS, _TILE_COLS, _TILE_THREADS = 128, 128, 256
 _MAX_PARTIALS = 1024
 _SUM_COLUMNS, _SUM_THREADS = 32, 1024
@@ -109,9 +110,14 @@ def _layout(cols: int) -> tuple[int, int]:
     return vectors, _round_up(-(-cols // (_VECTOR * vectors)), _WARP)
 
 
+def _block_rows(rows: int, multiple: int) -> int:
+    """Rows that a block takes, a multiple of what it takes at once."""
+    return min(_BLOCK_ROWS, _round_up(max(1, -(-rows // _MIN_BLOCKS)), multiple))
+
+
 def _backward_block_rows(rows: int) -> int:
     """Rows that add up to one partial gradient of the weight. It decides the order of that sum, so nothing else may."""
-    return max(_BLOCK_ROWS, _round_up(-(-rows // _MAX_PARTIALS), _BLOCK_ROWS))
+    return max(_block_rows(rows, 2), _round_up(-(-rows // _MAX_PARTIALS), 2))
 
 
 def _round_up(count: int, multiple: int) -> int:
@@ -216,10 +222,11 @@ def _launch_forward(
     residual_addresses = (0, 0) if residual is None else (residual.data_ptr(), stream.data_ptr())
     addresses = (x.data_ptr(), residual_addresses[0], weight.data_ptr(), residual_addresses[1], rstd.data_ptr())
     data_address, transposed_address = output_addresses(result)
-    args = (*addresses, data_address, *slot_addresses(to, result), rows, cols, 1.0 / cols, float(eps))
+    block_rows = _block_rows(rows, 4)
+    args = (*addresses, data_address, *slot_addresses(to, result), rows, cols, block_rows, 1.0 / cols, float(eps))
     vectors, num_threads = _layout(cols)
     name = f"graphrt_{'' if vectors == 1 else 'wide_'}rms_norm_{output_name(to)}"
-    device.launch(x.get_device(), name, -(-rows // _BLOCK_ROWS), num_threads, args)
+    device.launch(x.get_device(), name, -(-rows // block_rows), num_threads, args)
     if transposed_address:
         num_tiles = -(-rows // _TILE_ROWS) * -(-cols // _TILE_COLS)
         transpose_args = (data_address, transposed_address, rows, cols)

@@ -14,9 +14,10 @@ from torch.autograd.function import once_differentiable
 from graphrt.guards import untraced
 from graphrt.kernels.norm import rms_norm, rms_norm_backward
 from graphrt.kernels.rope import MAX_HEAD_SIZE, rope_, rope_backward
-from graphrt.nn.gemm import Gemm, can_fuse, gemm_of
+from graphrt.nn.gemm import Gemm, can_fuse, gemm_of, is_fusable
 from graphrt.nn.norm import composed_norm
 from graphrt.nn.rows import flatten
+from graphrt.recompute import unseen_by_selective_checkpoints
 
 __all__ = ["rotary_qkv"]
 
@@ -39,7 +40,7 @@ def rotary_qkv(
         (residual + delta [B, T, D], queries, keys, values), the last three [B, H, T, Dh], views of one buffer.
     """
     head_size = residual.shape[-1] // num_heads
-    if not can_fuse(residual, qkv) or head_size % 16 or head_size > MAX_HEAD_SIZE:
+    if not (is_fusable(residual, delta) and can_fuse(residual, qkv)) or head_size % 16 or head_size > MAX_HEAD_SIZE:
         return _composed(residual, delta, norm_weight, qkv, cos, sin, num_heads, eps)
     gemm = gemm_of(qkv, residual)
     return _RotaryQkv.apply(residual, delta, norm_weight, qkv.weight, gemm, cos, sin, num_heads, eps)
@@ -76,10 +77,11 @@ class _RotaryQkv(torch.autograd.Function):
         eps: float,
     ) -> tuple[Tensor, ...]:
         batch, seq_len, _ = residual.shape
-        with torch.autocast(residual.device.type, enabled=False):
+        # In place on the product: a selective checkpoint that kept it would hand it out turned, to be turned again.
+        with torch.autocast(residual.device.type, enabled=False), unseen_by_selective_checkpoints():
             stream, n, rstd = rms_norm(flatten(delta), flatten(residual), norm_weight, eps, to=gemm.input_target())
             packed = gemm.forward(n).view(batch, seq_len, 3, num_heads, -1)
-        rope_(packed, cos, sin)
+            rope_(packed, cos, sin)
         ctx.save_for_backward(stream, rstd, norm_weight, cos, sin, *gemm.release(n))
         ctx.gemm, ctx.shape = gemm, residual.shape
         query, key, value = packed.permute(2, 0, 3, 1, 4).unbind()

@@ -20,14 +20,14 @@ def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> T
     gradient goes to whatever computed them.
 
     Args:
-        logits: [..., V], contiguous, bf16, fp16 or fp32.
+        logits: [..., V], bf16, fp16 or fp32.
         labels: [...] int64.
         ignore_index: label that counts for nothing.
 
     Returns:
         0-dim fp32; NaN if no label counts, as torch's.
     """
-    return _CrossEntropy.apply(logits, labels, ignore_index)
+    return _CrossEntropy.apply(logits.contiguous(), labels, ignore_index)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -50,4 +50,6 @@ class _CrossEntropy(torch.autograd.Function):
         scale = (grad_outputs[0].float() / num_counted).reshape(1)
         rows = logits.detach().view(-1, logits.shape[-1])
         cross_entropy_backward_(rows, labels, lse, scale, ctx.ignore_index)
+        # A kernel writes behind autograd's back: without this, whoever else kept the logits would read gradients.
+        torch.autograd.graph.increment_version(logits)
         return rows.view(logits.shape), None, None

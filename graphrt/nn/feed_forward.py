@@ -19,9 +19,10 @@ from torch.autograd.function import once_differentiable
 from graphrt.guards import untraced
 from graphrt.kernels.norm import rms_norm, rms_norm_backward
 from graphrt.kernels.swiglu import swiglu, swiglu_backward
-from graphrt.nn.gemm import Gemm, can_fuse, gemm_of
+from graphrt.nn.gemm import Gemm, can_fuse, gemm_of, is_fusable
 from graphrt.nn.norm import composed_norm
 from graphrt.nn.rows import flatten
+from graphrt.recompute import unseen_by_selective_checkpoints
 
 __all__ = ["swiglu_feed_forward"]
 
@@ -42,7 +43,7 @@ def swiglu_feed_forward(
     Returns:
         (residual + delta, what this layer adds to it), both [..., D] in the residual's dtype.
     """
-    if not can_fuse(residual, w13, w2):
+    if not (is_fusable(residual, delta) and can_fuse(residual, w13, w2)):
         stream, n = composed_norm(residual, delta, norm_weight, eps)
         gate, up = w13(n).chunk(2, dim=-1)
         return stream, w2(F.silu(gate) * up)
@@ -55,7 +56,7 @@ class _FeedForward(torch.autograd.Function):
     def forward(
         ctx: Any, residual: Tensor, delta: Tensor, norm_weight: Tensor, w13: Tensor, w2: Tensor, first: Gemm, second: Gemm, eps: float
     ) -> tuple[Tensor, Tensor]:
-        with torch.autocast(residual.device.type, enabled=False):
+        with torch.autocast(residual.device.type, enabled=False), unseen_by_selective_checkpoints():
             stream, n, rstd = rms_norm(flatten(delta), flatten(residual), norm_weight, eps, to=first.input_target())
             h = first.forward(n)
             a = swiglu(h, to=second.input_target())

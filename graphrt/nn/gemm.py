@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from graphrt import kernels
 from graphrt.kernels import QuantizedTensor, QuantizeTo
+from graphrt.kernels.fused import MAX_COLUMNS
+from graphrt.kernels.quantized import INPUT_DTYPES
 from graphrt.linear import Float8Linear, LinearCall, finish_backward, weight_grad
 from graphrt.sinks import deliver
 
-__all__ = ["CalibratingGemm", "Fp8Gemm", "Gemm", "PlainGemm", "can_fuse", "gemm_of"]
+__all__ = ["CalibratingGemm", "Fp8Gemm", "Gemm", "PlainGemm", "can_fuse", "gemm_of", "is_fusable"]
 
 #: A tensor in the form that the GEMM takes: quantized or plain, [rows, features].
 Operand = Any
@@ -159,16 +161,26 @@ Gemm = PlainGemm | Fp8Gemm
 
 def can_fuse(x: Tensor, *linears: nn.Linear) -> bool:
     """Whether a fused layer may issue these linears' GEMMs: nobody watches them, and the kernels take the shapes and dtypes."""
-    if x.is_cuda and x.dtype is not torch.bfloat16:
-        return False
-    return all(_is_bare(linear) for linear in linears)
+    return is_fusable(x) and all(_is_bare(linear) for linear in linears)
+
+
+def is_fusable(*activations: Tensor) -> bool:
+    """Whether the kernels take these activations: one dtype that they know, and a width they can divide."""
+    dtype, width = activations[0].dtype, activations[0].shape[-1]
+    is_known = dtype is torch.bfloat16 if activations[0].is_cuda else dtype in INPUT_DTYPES
+    return is_known and _is_size(width) and all(x.dtype is dtype for x in activations)
+
+
+def _is_size(features: int) -> bool:
+    return features % 16 == 0 and 0 < features <= MAX_COLUMNS
 
 
 def _is_bare(linear: nn.Linear) -> bool:
     hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
-    is_aligned = linear.in_features % 16 == 0 and linear.out_features % 16 == 0
-    is_watched = any(hooks) or (isinstance(linear, Float8Linear) and linear.quantization_state.is_counting_saturation)
-    return type(linear) in (nn.Linear, Float8Linear) and linear.bias is None and is_aligned and not is_watched
+    is_watched = any(hooks) or "forward" in vars(linear)
+    is_counted = isinstance(linear, Float8Linear) and linear.quantization_state.is_counting_saturation
+    is_aligned = _is_size(linear.in_features) and linear.out_features % 16 == 0
+    return type(linear) in (nn.Linear, Float8Linear) and linear.bias is None and is_aligned and not (is_watched or is_counted)
 
 
 def gemm_of(linear: nn.Linear, x: Tensor) -> Gemm:

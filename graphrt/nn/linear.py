@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 from graphrt.guards import untraced
 from graphrt.nn.gemm import PlainGemm, can_fuse
 from graphrt.nn.rows import flatten
+from graphrt.recompute import unseen_by_selective_checkpoints
 
 __all__ = ["linear"]
 
@@ -32,7 +33,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, gemm: PlainGemm) -> Tensor:
         rows = flatten(x)
-        with torch.autocast(x.device.type, enabled=False):
+        with torch.autocast(x.device.type, enabled=False), unseen_by_selective_checkpoints():
             y = gemm.forward(rows)
         ctx.save_for_backward(*gemm.release(rows))
         ctx.gemm, ctx.shape = gemm, x.shape

@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from graphrt.guards import untraced
 from graphrt.kernels.norm import rms_norm, rms_norm_backward
+from graphrt.nn.gemm import is_fusable
 from graphrt.nn.rows import flatten
 
 __all__ = ["composed_norm", "residual_rms_norm"]
@@ -24,7 +25,7 @@ def residual_rms_norm(residual: Tensor, delta: Tensor, weight: Tensor, eps: floa
     Returns:
         (s, its norm), both [..., D] in the residual's dtype.
     """
-    if residual.is_cuda and residual.dtype is not torch.bfloat16:
+    if not is_fusable(residual, delta):
         return composed_norm(residual, delta, weight, eps)
     return _ResidualNorm.apply(residual, delta, weight, eps)
 

@@ -73,6 +73,7 @@ def test_update_names_the_bad_tensor():
         kernels.update_scales_(*state, start=0, end=12, direction=0, fp8_max=448.0, margin=0, algo="max")
 
 
+@pytest.mark.slow
 def test_importing_does_not_import_cuda_core():
     code = "import graphrt.kernels, sys; assert not [m for m in sys.modules if m.startswith('cuda.core')]"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

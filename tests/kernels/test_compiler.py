@@ -24,6 +24,9 @@ MAX_REGISTERS = {"quantize_transpose_fp32": 80, "quantize": 64, "record": 64, "u
 MAX_REGISTERS |= {"rms_norm": 64, "wide_rms_norm": 128, "swiglu_backward": 80, "swiglu": 64}
 DEFAULT_MAX_REGISTERS = 96
 
+#: Those with many entry points take the compiler some seconds each.
+SLOW_SOURCES = ("norm", "quantize", "adamw")
+
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
@@ -47,7 +50,9 @@ def resource_usage(log: str) -> dict[str, tuple[int, int]]:
     return usage
 
 
-@pytest.mark.parametrize("source", compiler.SOURCES)
+@pytest.mark.parametrize(
+    "source", [pytest.param(name, marks=pytest.mark.slow if name in SLOW_SOURCES else []) for name in compiler.SOURCES]
+)
 def test_sources_compile_for_sm_90_without_spills(source):
     text = compiler.source_text(source)
     assert "#include" not in text.replace("There is no #include", "")
@@ -141,6 +146,7 @@ def test_a_failed_write_leaves_no_temporary_file(cache, monkeypatch):
     assert list(cache.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_two_processes_compile_into_one_cache(cache):
     code = "from graphrt.kernels import compiler; print(len(compiler.load_or_compile('scale_update', 'sm_90')))"
     processes = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]

@@ -82,6 +82,7 @@ def test_refuses_layouts_dtypes_and_scales():
         scaled_mm(a, torch.ones(2), b_t, SCALE_INV[1], torch.float32, fast_accum=True)
 
 
+@pytest.mark.slow
 def test_traced_product_equals_eager():
     a, b_t = make_operands()
     bias = torch.ones(48)
