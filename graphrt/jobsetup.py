@@ -31,21 +31,22 @@ def resolve_device(settings: Settings) -> torch.device:
         raise InputError(f"--device must be auto, cpu, cuda or cuda:N, got {name!r}.") from error
     if device.type not in ("cpu", "cuda"):
         raise InputError(f"--device must be auto, cpu, cuda or cuda:N, got {name!r}.")
-    if device.type == "cuda":
-        _check_gpu(settings, device)
-    return device
+    return _check_gpu(settings, device) if device.type == "cuda" else device
 
 
-def _check_gpu(settings: Settings, device: torch.device) -> None:
+def _check_gpu(settings: Settings, device: torch.device) -> torch.device:
+    """The device with its index, made the current one."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (device.index or 0) >= num_gpus:
         raise InputError(f"--device {device} is not there: torch {torch.__version__} sees {num_gpus} GPUs. Use --device cpu.")
+    device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     capability = torch.cuda.get_device_capability(device)
     if settings.precision == "fp8" and capability < _FP8_CAPABILITY:
         raise InputError(
             f"--precision fp8 needs a GPU of compute capability 8.9 or later, {device} has {capability}. Use --precision bf16."
         )
     torch.cuda.set_device(device)
+    return device
 
 
 def _autocast_dtype(settings: Settings, device: torch.device) -> torch.dtype | None:

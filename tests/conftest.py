@@ -2,10 +2,16 @@
 
 import os
 
+import hypothesis
 import pytest
 import torch
 
 from graphrt import recompute, region
+
+# The same examples each time, so that a red run means a change; HYPOTHESIS_PROFILE=explore looks for new ones.
+hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("explore", deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 # What bitwise comparisons need on CUDA; read when the first cuBLAS handle is made.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -198,10 +198,11 @@ STEPS: dict[str, Callable[[list[Tensor], Tensor, Tensor], Tensor | None]] = {
     "expand": lambda _, a, b: a[:1].expand(4, 4),
     "norm": lambda _, a, b: F.layer_norm(a.contiguous(), (4,)),
     "noise": lambda _, a, b: F.dropout(a, 0.3),
-    "add_": lambda _, a, b: a.add_(b) if is_writable(a) else None,
+    # What is read may be the transpose of what is written: torch refuses to do that without a copy.
+    "add_": lambda _, a, b: a.add_(b.clone()) if is_writable(a) else None,
     "row mul_": lambda _, a, b: a[1].mul_(b[2].tanh()).view(1, 4).expand(4, 4) if is_writable(a) else None,
-    "column copy_": lambda _, a, b: a[:, :2].copy_(b[:, 2:]).repeat(1, 2) if is_writable(a) else None,
-    "fill": lambda _, a, b: a.__setitem__((slice(None), 2), b[:, 0]) if is_writable(a) else None,
+    "column copy_": lambda _, a, b: a[:, :2].copy_(b[:, 2:].clone()).repeat(1, 2) if is_writable(a) else None,
+    "fill": lambda _, a, b: a.__setitem__((slice(None), 2), b[:, 0].clone()) if is_writable(a) else None,
     "index_put": lambda _, a, b: a.index_add(0, torch.arange(4), b),
 }
 

@@ -14,6 +14,7 @@ from graphrt import train as train_module
 from graphrt.cli import main
 from graphrt.data import load_default_text
 from graphrt.interrupt import StopRequest
+from graphrt.jobsetup import resolve_device
 from graphrt.presets import PRESETS, ModelShape, Preset
 from graphrt.settings import InputError, Settings, change_settings, make_settings
 
@@ -355,3 +356,15 @@ def test_fp8_ends_within_two_percent_of_bf16(tmp_path, monkeypatch):
         assert main(["train", "--preset", "nano", "--precision", precision, "--out", str(folder)]) == 0
         losses[precision] = rows(folder, "val_loss")[-1]
     assert losses["fp8"] == pytest.approx(losses["bf16"], rel=0.02)
+
+
+def test_the_gpu_is_named_with_its_index(monkeypatch):
+    made_current = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "set_device", made_current.append)
+    for name, index in (("auto", 1), ("cuda", 1), ("cuda:0", 0)):
+        assert resolve_device(make_settings({"preset": "nano", "device": name})) == torch.device("cuda", index)
+        assert made_current[-1] == torch.device("cuda", index)

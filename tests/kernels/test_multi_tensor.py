@@ -439,9 +439,10 @@ def test_gpu_adamw_equals_reference(dtype, rule):
 def test_gpu_agrees_with_fused_adamw_to_a_few_ulp(options):
     params_error, moments = check_against_torch("cuda", **options)
     print(f"parameters {params_error:.1f} ulp, moments {moments:.1f} ulp")
-    # 218 measured on an H200 against torch 2.11, whose CUDA kernel rounds otherwise than its CPU one: 1e-6 of steps of 1e-2.
-    assert params_error <= 1024
-    assert moments <= 16
+    # Measured on an H200 against torch 2.11: 37 and 218. Its CUDA kernel contracts multiplications and additions, its CPU one
+    # does not; the moments are counted in ulp of a typical one, and the largest are hundreds of times that.
+    assert params_error <= 64
+    assert moments <= 512
 
 
 @pytest.mark.gpu
