@@ -1,5 +1,6 @@
 """graphrt: a training runtime that captures the whole FP8 step as one CUDA graph, and proves that it equals eager."""
 
+from graphrt import nn
 from graphrt.check import CheckReport, check_capture
 from graphrt.checkpoint import checkpoint
 from graphrt.convert import (
@@ -49,6 +50,7 @@ __all__ = [
     "convert_to_float8_training",
     "fp8_autocast",
     "mark_forward",
+    "nn",
     "quantization_state",
     "recompute_phase",
 ]

@@ -78,3 +78,47 @@ def test_the_console_script_exits_with_the_code():
     assert result.returncode == 2
     assert result.stderr.startswith("graphrt: There is no preset 'huge'")
     assert "Traceback" not in result.stderr
+
+
+CHECKED = """
+import torch
+from torch import nn
+import graphrt
+
+def make(loss_fn=lambda model, batch: model(batch).square().mean()):
+    model = nn.Linear(16, 16)
+    return graphrt.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, mode="eager"), torch.randn(4, 16)
+
+def make_hazard():
+    return make(lambda model, batch: model(batch).mean() * float(batch.sum()))
+
+def make_nothing():
+    return None
+"""
+
+
+@pytest.fixture
+def checked_module(tmp_path, monkeypatch):
+    (tmp_path / "graphrt_checked.py").write_text(CHECKED)
+    monkeypatch.chdir(tmp_path)
+    yield "graphrt_checked"
+    sys.modules.pop("graphrt_checked", None)
+    sys.path[:] = [entry for entry in sys.path if entry != str(tmp_path)]
+
+
+def test_check_says_that_a_step_can_be_captured(checked_module, capsys):
+    assert main(["check", f"{checked_module}:make"]) == 0
+    assert capsys.readouterr().out
+
+
+def test_check_names_the_line_of_a_hazard(checked_module, capsys):
+    assert main(["check", f"{checked_module}:make_hazard"]) == 1
+    printed = capsys.readouterr().out
+    assert "reads a device value on the host" in printed
+    assert "graphrt_checked.py" in printed
+
+
+@pytest.mark.parametrize("target", ["graphrt_checked", "nowhere:make", "graphrt_checked:absent", "graphrt_checked:make_nothing"])
+def test_check_answers_a_wrong_target_in_one_line(checked_module, capsys, target):
+    assert main(["check", target]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1

@@ -368,3 +368,8 @@ def test_the_gpu_is_named_with_its_index(monkeypatch):
     for name, index in (("auto", 1), ("cuda", 1), ("cuda:0", 0)):
         assert resolve_device(make_settings({"preset": "nano", "device": name})) == torch.device("cuda", index)
         assert made_current[-1] == torch.device("cuda", index)
+
+
+def test_a_run_ends_with_a_proof_if_asked(run, capsys):
+    run("proven", "--check-parity", "2")
+    assert "values bitwise equal" in capsys.readouterr().out
