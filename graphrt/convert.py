@@ -12,7 +12,14 @@ from graphrt.linear import Float8Linear, LinearSlots
 from graphrt.recipe import DelayedScaling
 from graphrt.state import QuantizationState
 
-__all__ = ["ConversionReport", "conversion_report", "convert_from_float8_training", "convert_to_float8_training", "quantization_state"]
+__all__ = [
+    "ConversionReport",
+    "conversion_report",
+    "convert_from_float8_training",
+    "convert_to_float8_training",
+    "quantization_state",
+    "wrapped_part",
+]
 
 logger = logging.getLogger("graphrt")
 
@@ -71,11 +78,19 @@ def convert_to_float8_training(
     return model
 
 
-def _refuse_wrapped(model: nn.Module) -> None:
+def wrapped_part(model: nn.Module) -> tuple[str, str] | None:
+    """(name, wrapper) of the first part of a model that a data-parallel wrapper holds; None for a plain model."""
     for name, module in model.named_modules():
         wrapper = next((cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _WRAPPERS), None)
         if wrapper is not None:
-            raise RecipeError(f"{name or 'The model'} is wrapped in {wrapper}, which is not supported yet. Convert the plain model.")
+            return name or "The model", wrapper
+    return None
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    wrapped = wrapped_part(model)
+    if wrapped is not None:
+        raise RecipeError(f"{wrapped[0]} is wrapped in {wrapped[1]}, which is not supported yet. Convert the plain model.")
 
 
 def _refuse_converted(model: nn.Module) -> None:

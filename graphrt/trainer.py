@@ -15,7 +15,7 @@ from graphrt.capture.record_query import capture_answer
 from graphrt.capture.recorder import Recording
 from graphrt.capture.runner import CapturedRunner, Phase, StepGraph
 from graphrt.checkpointing import load_trainer_state, trainer_state_dict
-from graphrt.convert import quantization_state
+from graphrt.convert import quantization_state, wrapped_part
 from graphrt.eager.autocast import FlushManager
 from graphrt.eager.runner import EagerRunner
 from graphrt.errors import GraphrtError, StaticInputError
@@ -33,7 +33,6 @@ __all__ = ["Trainer"]
 logger = logging.getLogger("graphrt")
 
 _MODES = ("auto", "graph", "eager")
-_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
 
 
 class Trainer:
@@ -449,10 +448,9 @@ def _check_types(model: Any, optimizer: Any, loss_fn: Any, mode: Any) -> None:
 
 
 def _refuse_unsupported(model: nn.Module, optimizer: Optimizer) -> None:
-    for name, module in model.named_modules():
-        wrapper = next((cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _WRAPPERS), None)
-        if wrapper is not None:
-            raise GraphrtError(f"{name or 'The model'} is wrapped in {wrapper}, which is not supported yet. Pass the plain model.")
+    wrapped = wrapped_part(model)
+    if wrapped is not None:
+        raise GraphrtError(f"{wrapped[0]} is wrapped in {wrapped[1]}, which is not supported yet. Pass the plain model.")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise GraphrtError("LBFGS calls the model several times a step, which a Trainer cannot do. Use a first-order optimizer.")
 
