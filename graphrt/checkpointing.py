@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from graphrt.optimizer import StepOptimizer
+from graphrt.optimizer import UNREAD_KEYS, StepOptimizer
 from graphrt.state import QuantizationState
 from graphrt.step import Gradients
 
@@ -126,9 +126,10 @@ def _check_optimizer(saved: dict[str, Any], optimizer: Optimizer) -> None:
             f"The optimizer has groups of {sizes} parameters, the trainer state {saved_sizes}. Make the optimizer as it was when saved."
         )
     for i, (group, other) in enumerate(zip(ours, theirs, strict=True)):
-        if set(group) - {"initial_lr"} != set(other) - {"initial_lr"}:
+        differing = sorted((set(group) ^ set(other)) - UNREAD_KEYS)
+        if differing:
             raise ValueError(
-                f"The optimizer's group {i} has {sorted(set(group) ^ set(other))} where the trainer state has not, or the other way round. "
+                f"The optimizer's group {i} has {differing} where the trainer state has not, or the other way round. "
                 "Use the same optimizer class."
             )
     for p, entry in _pairs(saved, optimizer):

@@ -200,6 +200,8 @@ def _run_check(target: str) -> int:
     import importlib
 
     from graphrt.check import check_capture
+    from graphrt.errors import StaticInputError
+    from graphrt.trainer import Trainer
 
     module_name, _, function_name = target.partition(":")
     if not module_name or not function_name:
@@ -209,12 +211,23 @@ def _run_check(target: str) -> int:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise InputError(f"{target} cannot be imported: {error}. Run graphrt check where import {module_name} works.") from error
+    if not callable(function):
+        raise InputError(f"{target} is a {type(function).__name__}, expected a function that returns (trainer, batch).")
     made = function()
-    if not isinstance(made, tuple) or len(made) != 2:
-        raise InputError(f"{target} returned a {type(made).__name__}, expected (trainer, batch).")
-    report = check_capture(*made)
+    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], Trainer):
+        raise InputError(f"{target} returned {_describe(made)}, expected (trainer, batch).")
+    try:
+        report = check_capture(*made)
+    except StaticInputError as error:
+        raise InputError(str(error)) from error
     print(report)
     return 0 if report else _FAILURE_EXIT_CODE
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, tuple):
+        return "(" + ", ".join(type(item).__name__ for item in value) + ")"
+    return f"a {type(value).__name__}"
 
 
 def _run_training(options: dict[str, Any], out: Path, resume: bool, all_slots: bool, parity: int) -> int:

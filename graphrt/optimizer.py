@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from graphrt.kernels.multi_tensor import TableCache, adamw_
 
-__all__ = ["TRACKED_KEYS", "LiveGroup", "Norms", "StepOptimizer", "scale_"]
+__all__ = ["TRACKED_KEYS", "UNREAD_KEYS", "LiveGroup", "Norms", "StepOptimizer", "scale_"]
 
 #: As torch.nn.utils.clip_grad_norm_: the clip coefficient is ``max_grad_norm / (grad_norm + CLIP_EPS)``, at most 1.
 CLIP_EPS = 1e-6
@@ -29,7 +30,13 @@ CLIP_EPS = 1e-6
 #: Hyper-parameters that follow ``param_groups`` at every step, captured or not.
 TRACKED_KEYS = ("lr", "weight_decay")
 
+#: Keys that schedulers leave in a group and no optimizer reads in its update.
+UNREAD_KEYS = {"initial_lr", "max_lr", "min_lr", "param_names", "max_momentum", "base_momentum", "swa_lr"}
+
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# Hooks of all optimizers at once, by torch.optim.optimizer.register_optimizer_step_pre_hook and its sibling.
+_GLOBAL_HOOKS = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
 
 Group = dict[str, Any]
 
@@ -171,9 +178,8 @@ def _adam(u: _Update) -> None:
     )
 
 
-def _adam_state(group: Group, p: Tensor) -> dict[str, Tensor]:
-    names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group["amsgrad"] else [])
-    return {"step": _zero_step(p), **{name: torch.zeros_like(p, memory_format=torch.preserve_format) for name in names}}
+def _adam_keys(group: Group) -> list[str]:
+    return ["step", "exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
 
 
 def _sgd(u: _Update) -> None:
@@ -194,8 +200,8 @@ def _sgd(u: _Update) -> None:
     )
 
 
-def _sgd_state(group: Group, p: Tensor) -> dict[str, Tensor]:
-    return {"momentum_buffer": torch.zeros_like(p, memory_format=torch.preserve_format)} if group["momentum"] != 0 else {}
+def _sgd_keys(group: Group) -> list[str]:
+    return ["momentum_buffer"] if group["momentum"] != 0 else []
 
 
 def _keep(u: _Update, old: Tensor, new: Tensor) -> None:
@@ -221,9 +227,8 @@ def _rmsprop(u: _Update) -> None:
             _keep(u, state["grad_avg"], mean)
 
 
-def _rmsprop_state(group: Group, p: Tensor) -> dict[str, Tensor]:
-    names = ["square_avg"] + (["momentum_buffer"] if group["momentum"] > 0 else []) + (["grad_avg"] if group["centered"] else [])
-    return {"step": _zero_step(p), **{name: torch.zeros_like(p, memory_format=torch.preserve_format) for name in names}}
+def _rmsprop_keys(group: Group) -> list[str]:
+    return ["step", "square_avg", *(["momentum_buffer"] if group["momentum"] > 0 else []), *(["grad_avg"] if group["centered"] else [])]
 
 
 def _orthogonalize(grad: Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float) -> Tensor:
@@ -260,8 +265,8 @@ def _muon_lr_ratio(adjust: str | None, p: Tensor) -> float:
     return math.sqrt(max(1.0, rows / cols)) if adjust in (None, "original") else 1.0
 
 
-def _muon_state(_group: Group, p: Tensor) -> dict[str, Tensor]:
-    return {"momentum_buffer": torch.zeros_like(p, memory_format=torch.preserve_format)}
+def _muon_keys(_group: Group) -> list[str]:
+    return ["momentum_buffer"]
 
 
 def _zero_step(p: Tensor) -> Tensor:
@@ -273,17 +278,17 @@ class _Rule:
     """How one optimizer class is issued inside the step."""
 
     update: Callable[[_Update], None]
-    init: Callable[[Group, Tensor], dict[str, Tensor]]
+    keys: Callable[[Group], list[str]]  # of a parameter's state, as torch names them
 
 
 _RULES: dict[type, Callable[[Group], _Rule]] = {
-    torch.optim.AdamW: lambda group: _Rule(_adamw, _adam_state),
-    torch.optim.Adam: lambda group: _Rule(_adamw if group.get("decoupled_weight_decay") else _adam, _adam_state),
-    torch.optim.SGD: lambda group: _Rule(_sgd, _sgd_state),
-    torch.optim.RMSprop: lambda group: _Rule(_rmsprop, _rmsprop_state),
+    torch.optim.AdamW: lambda group: _Rule(_adamw, _adam_keys),
+    torch.optim.Adam: lambda group: _Rule(_adamw if group.get("decoupled_weight_decay") else _adam, _adam_keys),
+    torch.optim.SGD: lambda group: _Rule(_sgd, _sgd_keys),
+    torch.optim.RMSprop: lambda group: _Rule(_rmsprop, _rmsprop_keys),
 }
 if hasattr(torch.optim, "Muon"):
-    _RULES[torch.optim.Muon] = lambda group: _Rule(_muon, _muon_state)
+    _RULES[torch.optim.Muon] = lambda group: _Rule(_muon, _muon_keys)
 
 
 class StepOptimizer:
@@ -298,9 +303,14 @@ class StepOptimizer:
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self.optimizer = optimizer
         self.device = device
-        self.reason_outside = _reason_outside(optimizer)
+        self._fixed_reason = _fixed_reason_outside(optimizer)
         self.tables = TableCache()
         self._live: list[LiveGroup] = []
+
+    @property
+    def reason_outside(self) -> str | None:
+        """Why the optimizer runs after the step by its own ``step()``; None if it is issued inside. Hooks may come later."""
+        return self._fixed_reason or _changeable_reason_outside(self.optimizer)
 
     @property
     def is_in_step(self) -> bool:
@@ -321,14 +331,16 @@ class StepOptimizer:
         if not self.is_in_step:
             return
         for group in self.optimizer.param_groups:
-            init = _RULES[type(self.optimizer)](group).init
+            keys = _RULES[type(self.optimizer)](group).keys(group)
             for p in group["params"]:
                 if p.grad is not None:
-                    self._prepare(p, init(group, p) if p not in self.optimizer.state else {})
+                    self._prepare(p, keys)
 
-    def _prepare(self, p: Tensor, fresh: dict[str, Tensor]) -> None:
+    def _prepare(self, p: Tensor, keys: list[str]) -> None:
         state = self.optimizer.state[p]
-        state.update(fresh)
+        for key in keys:
+            if key not in state:
+                state[key] = _zero_step(p) if key == "step" else torch.zeros_like(p, memory_format=torch.preserve_format)
         step = state.get("step")
         if step is not None and (not isinstance(step, Tensor) or step.device != p.device):
             # Torch keeps the count on the host unless the optimizer is fused or capturable.
@@ -360,21 +372,27 @@ def _by_dtype(group: Group) -> list[list[Tensor]]:
     return list(lists.values())
 
 
-def _reason_outside(optimizer: Optimizer) -> str | None:
+def _fixed_reason_outside(optimizer: Optimizer) -> str | None:
     """Why the optimizer cannot be issued inside the step; None if it can."""
     name = type(optimizer).__name__
     if type(optimizer) not in _RULES:
         return f"{name} is not on the list of optimizers that can be captured ({', '.join(cls.__name__ for cls in _RULES)})"
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        return f"{name} has step hooks, which are Python and run at every step"
-    if any(group.get("dampening") for group in optimizer.param_groups):
-        return f"{name} with dampening treats its first step differently"
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        return f"{name} is differentiable=True"
     if type(optimizer) is torch.optim.AdamW and any(
         p.dtype not in _KERNEL_DTYPES for group in optimizer.param_groups for p in group["params"]
     ):
         return f"{name} holds parameters of another dtype than fp32, bf16 and fp16"
     if any(p.is_complex() or p.is_sparse for group in optimizer.param_groups for p in group["params"]):
         return f"{name} holds complex or sparse parameters"
+    return None
+
+
+def _changeable_reason_outside(optimizer: Optimizer) -> str | None:
+    """As `_fixed_reason_outside`, for what may change between two steps."""
+    name = type(optimizer).__name__
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or any(_GLOBAL_HOOKS):
+        return f"{name} has step hooks, which are Python and run at every step"
+    if any(group.get("dampening") for group in optimizer.param_groups):
+        return f"{name} with dampening treats its first step differently"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return f"{name} is differentiable=True"
     return None

@@ -186,6 +186,8 @@ class Region(AbstractContextManager["Region"]):
         self._group = amax_reduction_group
         # One object may be entered again while open; each entry knows whether it was an outermost one.
         self._entries: list[tuple[Context, bool]] = []
+        #: States with a training forward in the last outermost region that this object was.
+        self.used_states: list[QuantizationState] = []
 
     # Never traced: a compiled graph would bake one update in, or lose them all.
     @_untraced
@@ -225,6 +227,7 @@ class Region(AbstractContextManager["Region"]):
             self._close(context.record)
 
     def _close(self, record: RegionRecord) -> None:
+        self.used_states = [state for state, is_training in record.states.items() if is_training]
         with unseen_by_selective_checkpoints():
             self.close_record(record)
             for state in registered_states() if record.has_gradients else []:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphrt.batch import map_tensors
 from graphrt.errors import CaptureError, GraphrtError
 from graphrt.kernels.multi_tensor import grad_norm
 from graphrt.optimizer import Norms, StepOptimizer, scale_
@@ -130,7 +131,7 @@ class StepBody:
     loss_fn: LossFn
     optimizer: StepOptimizer
     gradients: Gradients
-    states: Sequence[QuantizationState]
+    states: list[QuantizationState]
     max_grad_norm: Tensor
     num_skipped: Tensor
     surroundings: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -144,6 +145,7 @@ class StepBody:
         self.gradients.zero()
         with self.gradients.sinks.active(), self.surroundings(), region:
             loss, metrics = self._accumulate(microbatches)
+        self.adopt_states(region)
         self.update_backward()
         return self._update(loss, metrics)
 
@@ -177,7 +179,8 @@ class StepBody:
         Raises:
             GraphrtError: ``loss_fn`` returned something else than a scalar loss, or a loss and a dict of tensors.
         """
-        out = self.loss_fn(self.model, microbatch)
+        # Containers of its own: what loss_fn takes out of a dict is there again for the next pass.
+        out = self.loss_fn(self.model, map_tensors(lambda x: x, microbatch))
         loss, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             raise GraphrtError(f"loss_fn returned {_describe(loss)} as the loss, expected a floating scalar tensor. Reduce it in loss_fn.")
@@ -189,6 +192,10 @@ class StepBody:
         """Run an optimizer that the body could not issue. One host read: whether the step is skipped."""
         if not self.optimizer.is_in_step and not bool(result.skipped):
             self.optimizer.optimizer.step()
+
+    def adopt_states(self, region: Region) -> None:
+        """Take in the states of other converted models that ``loss_fn`` uses (a critic, say): they are part of the step."""
+        self.states.extend(state for state in region.used_states if state not in self.states)
 
     def update_backward(self) -> None:
         """Consume the backward requests of this step's own backwards."""

@@ -316,6 +316,7 @@ class Trainer:
         batch = self._to_device(batch)
         list(batches.leaves(batch))
         flags = [(module, module.training) for module in self.model.modules()]
+        buffers = [(module, name, buffer, _copy_of(buffer)) for module in self.model.modules() for name, buffer in module._buffers.items()]
         rng = RngSnapshot.take(self.device)
         try:
             self.model.eval()
@@ -323,6 +324,10 @@ class Trainer:
         finally:
             for module, flag in flags:
                 module.training = flag
+            for module, name, buffer, (copy, version) in buffers:
+                module._buffers[name] = buffer
+                if buffer is not None and copy is not None and buffer._version != version:
+                    buffer.copy_(copy)
             rng.restore()
 
     @contextmanager
@@ -430,6 +435,11 @@ def _refusing_grad_scaler() -> Iterator[None]:
         yield
     finally:
         torch.amp.GradScaler.scale = original
+
+
+def _copy_of(buffer: Tensor | None) -> tuple[Tensor | None, int]:
+    """A copy of a buffer, and the version it is of."""
+    return (None, 0) if buffer is None else (buffer.detach().clone(), buffer._version)
 
 
 def _is_converted(model: nn.Module) -> bool:

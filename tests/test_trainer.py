@@ -933,3 +933,99 @@ def test_check_capture_reports_a_step_that_fails_by_itself() -> None:
     assert report.failure == "ZeroDivisionError: division by zero"
     assert not report
     assert "division by zero" in str(report)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_another_converted_model_in_loss_fn_updates_with_the_step(mode):
+    torch.manual_seed(0)
+    recipe = graphrt.DelayedScaling(amax_history_len=3)
+    model = graphrt.convert_to_float8_training(nn.Sequential(nn.Linear(32, 16)), recipe=recipe)
+    critic = graphrt.convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)), recipe=recipe).requires_grad_(False)
+    batches = [torch.randn(8, 32, generator=torch.Generator().manual_seed(i)) for i in range(6)]
+    with graphrt.Trainer(model, torch.optim.AdamW(model.parameters()), lambda m, b: critic(m(b)).square().mean(), mode=mode) as trainer:
+        losses = [trainer.step(batch).loss for batch in batches]
+    state = graphrt.quantization_state(critic)
+    assert (state.forward_updates, state.backward_updates, state.backward_update_requested) == (7, 7, False)
+    _LOSSES.setdefault("critic", torch.stack(losses))
+    assert torch.equal(_LOSSES["critic"], torch.stack(losses))
+
+
+_LOSSES: dict[str, torch.Tensor] = {}
+
+
+def test_a_step_hook_registered_later_runs():
+    model, calls = nn.Linear(16, 16), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with graphrt.Trainer(model, optimizer, lambda m, b: m(b).square().mean(), mode="eager") as trainer:
+        trainer.step(torch.randn(4, 16))
+        optimizer.register_step_post_hook(lambda *_: calls.append(1))
+        trainer.step(torch.randn(4, 16))
+        assert calls == [1]
+        assert "step hooks" in str(trainer.report().optimizer_outside_reason)
+
+
+@pytest.mark.parametrize(("make", "change"), [(torch.optim.SGD, {"momentum": 0.9}), (torch.optim.AdamW, {"amsgrad": True})])
+def test_eager_steps_follow_a_hyper_parameter_that_needs_new_state(make, change):
+    model = nn.Linear(16, 16)
+    optimizer = make(model.parameters(), lr=0.1)
+    with graphrt.Trainer(model, optimizer, lambda m, b: m(b).square().mean(), mode="eager") as trainer:
+        trainer.step(torch.randn(4, 16))
+        optimizer.param_groups[0].update(change)
+        assert bool(trainer.step(torch.randn(4, 16)).loss.isfinite())
+
+
+def test_a_hyper_parameter_changed_before_the_capture_is_named():
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with graphrt.Trainer(model, optimizer, lambda m, b: m(b).square().mean(), mode="graph") as trainer:
+        for _ in range(2):
+            trainer.step(torch.randn(4, 16))
+        optimizer.param_groups[0]["betas"] = (0.8, 0.9)
+        with pytest.raises(graphrt.CaptureError, match=r"betas.*recapture"):
+            trainer.step(torch.randn(4, 16))
+        trainer.recapture()
+        for _ in range(4):
+            assert bool(trainer.step(torch.randn(4, 16)).loss.isfinite())
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_what_loss_fn_takes_out_of_a_batch_is_there_again(mode):
+    model = graphrt.convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
+
+    def loss_fn(m, batch):
+        y = batch.pop("y")
+        return (m(batch["x"]) - y).square().mean()
+
+    with graphrt.Trainer(model, torch.optim.AdamW(model.parameters()), loss_fn, mode=mode) as trainer:
+        for _ in range(4):
+            trainer.step({"x": torch.randn(4, 16), "y": torch.randn(4, 16)})
+
+
+def test_a_scheduler_on_one_side_only_does_not_matter_to_a_checkpoint():
+    def make():
+        model = nn.Linear(16, 16)
+        optimizer = torch.optim.AdamW(model.parameters())
+        return graphrt.Trainer(model, optimizer, lambda m, b: m(b).square().mean(), mode="eager"), optimizer
+
+    (first, optimizer), (second, _) = make(), make()
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=20, cycle_momentum=False)
+    first.step(torch.randn(4, 16))
+    second.load_state_dict(first.state_dict())
+    assert second.steps_taken == 1
+
+
+def test_evaluate_leaves_buffers_as_they_were():
+    class Counting(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(16, 16)
+            self.register_buffer("n", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.n.add_(1)
+            return super().forward(x)
+
+    model = Counting()
+    with graphrt.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b).mean(), mode="eager") as trainer:
+        trainer.step(torch.randn(4, 16))
+        trainer.evaluate(torch.randn(4, 16))
+        assert model.n == 1

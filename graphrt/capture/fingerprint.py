@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from graphrt.errors import CaptureError
-from graphrt.optimizer import TRACKED_KEYS
+from graphrt.optimizer import TRACKED_KEYS, UNREAD_KEYS
 from graphrt.step import StepBody
 
 __all__ = ["Fingerprint"]
 
 _RECAPTURE = "call trainer.recapture()"
-#: Keys of a parameter group that no optimizer reads in its update.
-_IGNORED_KEYS = {"params", "initial_lr", "max_lr", "min_lr", "param_names", "max_momentum", "base_momentum", *TRACKED_KEYS}
+_IGNORED_KEYS = {"params", *UNREAD_KEYS, *TRACKED_KEYS}
 
 
 _END = object()
@@ -61,6 +60,7 @@ class Fingerprint:
         self._parameters = list(body.gradients.named.items())
         self._requires_grad = [p.requires_grad for _, p in self._parameters]
         self._without_grad = [(name, p) for name, p in self._parameters if p.grad is None]
+        self._reason_outside = body.optimizer.reason_outside
         self._groups = [_frozen(group) for group in body.optimizer.optimizer.param_groups]
 
     def check(self) -> None:
@@ -75,12 +75,23 @@ class Fingerprint:
             self._name_moved()
         if list(map(Tensor.data_ptr, self._movable)) != self._addresses:
             self._name_moved()
+        self.check_settings()
+
+    def check_settings(self) -> None:
+        """The part of `check` that needs no graph yet: flags and hyper-parameters.
+
+        Raises:
+            CaptureError: names what changed.
+        """
         if [module.training for _, module in self._modules] != self._training:
             self._name_flag(self._modules, self._training, "training")
         if [p.requires_grad for _, p in self._parameters] != self._requires_grad:
             self._name_flag(self._parameters, self._requires_grad, "requires_grad")
         if any(p.grad is not None for _, p in self._without_grad):
             self._name_new_grad()
+        reason = self._body.optimizer.reason_outside
+        if reason != self._reason_outside:
+            raise CaptureError(f"The optimizer changed since the step was captured ({reason or self._reason_outside}): {_RECAPTURE}.")
         groups = self._body.optimizer.optimizer.param_groups
         if len(groups) != len(self._groups) or any(_frozen(group) != saved for group, saved in zip(groups, self._groups, strict=True)):
             self._name_group(groups)

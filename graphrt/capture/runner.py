@@ -70,6 +70,7 @@ class StepGraph:
         self.observation: Recording | None = None
         self.rng_trace = RngTrace()
         self.graph: _Replayable | None = None
+        self.settings: Fingerprint | None = None  # of the last warmup step
 
     @property
     def phase(self) -> Phase:
@@ -95,6 +96,8 @@ class StepGraph:
         self.copy_inputs(batch)
         with self.runner.on_capture_stream(), self.runner.measuring_peak():
             result = self._observe() if self.is_last_warmup and self.runner.can_observe else self.run_captured()
+        if self.is_last_warmup:
+            self.settings = Fingerprint(self.runner.body)
         self.num_warmups += 1
         return result
 
@@ -257,6 +260,8 @@ class CapturedRunner:
 
     def _capture(self, graph: StepGraph) -> StepResult:
         start = time.perf_counter()
+        if graph.settings is not None:
+            graph.settings.check_settings()
         capture_on = self._capture_cuda if self.is_cuda else self._capture_cpu
         with self.body.gradients.closed(
             f"in the step that was captured, after {self.num_warmup_steps} warmup steps without one. "

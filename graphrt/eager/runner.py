@@ -25,10 +25,12 @@ class EagerRunner:
 
     def calibrate(self, microbatches: Sequence[Any]) -> None:
         """Forward and backward in high precision, recording amaxes and turning them into scales; gradients are left behind."""
-        with self.body.surroundings(), fp8_autocast(calibrating=True):
+        region = fp8_autocast(calibrating=True)
+        with self.body.surroundings(), region:
             for microbatch in microbatches:
                 loss, _ = self.body.evaluate(microbatch)
                 (loss / len(microbatches)).backward()
+        self.body.adopt_states(region)
         self.body.update_backward()
 
     @torch.no_grad()
