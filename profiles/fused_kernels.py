@@ -4,16 +4,12 @@ Bytes are those a kernel must move: each input read once, each result written on
 per-block values take is left out. A copy of as many bytes is measured beside every case.
 """
 
-import argparse
-import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 import torch
-from kernels import E4M3, E5M2, NUM_LAUNCHES, Row, measure_copy, measure_us, num_buffers, print_table
+from kernels import E4M3, E5M2, NUM_LAUNCHES, Row, measure_copy, measure_us, num_buffers, run_script
 
 from graphrt.kernels import preload
 from graphrt.kernels.norm import rms_norm, rms_norm_backward
@@ -106,35 +102,5 @@ def measure_all(num_replays: int) -> list[Row]:
     return rows + [row for features in FEATURES for row in measure_swiglu(features, num_replays)]
 
 
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example: python profiles/fused_kernels.py --replays 50 --out fused.json",
-    )
-    parser.add_argument(
-        "--replays", type=int, default=30, metavar="N", help="graph replays per case, of which the median counts (default: 30)"
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="also write the cases as JSON: device, torch version and one object a case"
-    )
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Measure, print, and write if asked. Returns 2 without a GPU."""
-    parsed = parse_arguments(arguments)
-    if not torch.cuda.is_available():
-        print("profiles/fused_kernels.py needs an NVIDIA GPU with FP8, and torch sees none.", file=sys.stderr)
-        return 2
-    rows = measure_all(parsed.replays)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    print_table(rows)
-    if parsed.out is not None:
-        result = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": [asdict(row) for row in rows]}
-        parsed.out.write_text(json.dumps(result, indent=2) + "\n")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script("fused_kernels", __doc__, measure_all, None))

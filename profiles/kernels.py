@@ -160,11 +160,12 @@ def print_table(rows: list[Row]) -> None:
     print(f"best copy: {best:.2f} TB/s")
 
 
-def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+def run_script(name: str, about: str | None, measure: Callable[[int], list[Row]], arguments: list[str] | None) -> int:
+    """The command line of a table of kernels: measure, print, and write if asked. Returns 2 without a GPU."""
     parser = argparse.ArgumentParser(
-        description=__doc__,
+        description=about,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example: python profiles/kernels.py --replays 50 --out kernels.json",
+        epilog=f"example: python profiles/{name}.py --replays 50 --out {name}.json",
     )
     parser.add_argument(
         "--replays", type=int, default=30, metavar="N", help="graph replays per case, of which the median counts (default: 30)"
@@ -172,16 +173,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="also write the cases as JSON: device, torch version and one object a case"
     )
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Measure, print, and write if asked. Returns 2 without a GPU."""
-    parsed = parse_arguments(arguments)
+    parsed = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        print("profiles/kernels.py needs an NVIDIA GPU with FP8, and torch sees none.", file=sys.stderr)
+        print(f"profiles/{name}.py needs an NVIDIA GPU with FP8, and torch sees none.", file=sys.stderr)
         return 2
-    rows = measure_all(parsed.replays)
+    rows = measure(parsed.replays)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print_table(rows)
     if parsed.out is not None:
@@ -191,4 +187,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script("kernels", __doc__, measure_all, None))
