@@ -27,6 +27,7 @@ from torch import Tensor
 from graphrt import kernels
 from graphrt.errors import FlushError
 from graphrt.guards import is_capturing, is_compiling, is_in_backward, untraced
+from graphrt.ranges import SCALE_UPDATE
 from graphrt.recipe import FP8_MAX, DelayedScaling
 from graphrt.recompute import in_recompute
 
@@ -281,6 +282,10 @@ class QuantizationState:
         self._update(FORWARD, group)
 
     def _update(self, direction: int, group: Any) -> None:
+        with SCALE_UPDATE:
+            self._reduce_and_update(direction, group)
+
+    def _reduce_and_update(self, direction: int, group: Any) -> None:
         start, end = (0, self._num_forward) if direction == FORWARD else (self._num_forward, len(self.slots))
         if self.reduces_over(group):
             # Integer maximum over the bits: a float MAX keeps or loses a NaN by the order of the ranks.

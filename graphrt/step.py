@@ -17,6 +17,7 @@ from graphrt.batch import map_tensors
 from graphrt.errors import CaptureError, GraphrtError
 from graphrt.kernels.multi_tensor import grad_norm
 from graphrt.optimizer import Norms, StepOptimizer, scale_
+from graphrt.ranges import BACKWARD, CLIP, FORWARD, MICROBATCH, OPTIMIZER, ZERO_GRAD
 from graphrt.region import Region
 from graphrt.sinks import GradientSinks
 from graphrt.state import QuantizationState
@@ -142,7 +143,8 @@ class StepBody:
         Args:
             microbatches: what ``loss_fn`` gets, one after the other; ``region`` spans them all.
         """
-        self.gradients.zero()
+        with ZERO_GRAD:
+            self.gradients.zero()
         with self.gradients.sinks.active(), self.surroundings(), region:
             loss, metrics = self._accumulate(microbatches)
         self.adopt_states(region)
@@ -154,11 +156,13 @@ class StepBody:
         """Gradient norm, clipping, optimizer."""
         self.gradients.adopt()
         self.optimizer.prepare()
-        norms = Norms(self._grad_norm(), self.max_grad_norm)
+        with CLIP:
+            norms = Norms(self._grad_norm(), self.max_grad_norm)
+            if not self.optimizer.is_in_step:
+                scale_(self.gradients.tensors(), norms.clip_coef)
         if self.optimizer.is_in_step:
-            self.optimizer.apply(norms)
-        else:
-            scale_(self.gradients.tensors(), norms.clip_coef)
+            with OPTIMIZER:
+                self.optimizer.apply(norms)
         self.num_skipped.add_(norms.is_skipped)
         return StepResult(loss, norms.grad_norm, norms.is_skipped, metrics)
 
@@ -167,10 +171,13 @@ class StepBody:
         num = len(microbatches)
         losses, metrics = [], []
         for microbatch in microbatches:
-            loss, extra = self.evaluate(microbatch)
-            (loss / num if num > 1 else loss).backward()
-            losses.append(loss.detach().float())
-            metrics.append({name: value.detach() for name, value in extra.items()})
+            with MICROBATCH:
+                with FORWARD:
+                    loss, extra = self.evaluate(microbatch)
+                with BACKWARD:
+                    (loss / num if num > 1 else loss).backward()
+                losses.append(loss.detach().float())
+                metrics.append({name: value.detach() for name, value in extra.items()})
         return _mean(losses), _mean_metrics(metrics)
 
     def evaluate(self, microbatch: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -191,7 +198,8 @@ class StepBody:
     def finish(self, result: StepResult) -> None:
         """Run an optimizer that the body could not issue. One host read: whether the step is skipped."""
         if not self.optimizer.is_in_step and not bool(result.skipped):
-            self.optimizer.optimizer.step()
+            with OPTIMIZER:
+                self.optimizer.optimizer.step()
 
     def adopt_states(self, region: Region) -> None:
         """Take in the states of other converted models that ``loss_fn`` uses (a critic, say): they are part of the step."""

@@ -22,6 +22,7 @@ from graphrt.errors import GraphrtError, StaticInputError
 from graphrt.guards import is_capturing
 from graphrt.linear import Float8Linear
 from graphrt.optimizer import StepOptimizer
+from graphrt.ranges import STEP
 from graphrt.recompute import close_abandoned
 from graphrt.region import is_region_open
 from graphrt.report import TrainerReport
@@ -156,15 +157,17 @@ class Trainer:
         self.check_usable("step")
         if not torch.is_grad_enabled():
             raise GraphrtError("step was called under torch.no_grad or inference_mode. A step needs gradients: call it outside.")
-        batch = batches.plain(batch)
-        graph = self._select(batch)
-        if graph is None:
-            result = self.step_eager(batch)
-        else:
-            assert self._captured is not None
-            result = self._step_graph(self._captured, graph, batch)
+        with STEP.numbered(self.steps_taken + 1):
+            result = self._step(batches.plain(batch))
         self.steps_taken += 1
         return result
+
+    def _step(self, batch: Any) -> StepResult:
+        graph = self._select(batch)
+        if graph is None:
+            return self.step_eager(batch)
+        assert self._captured is not None
+        return self._step_graph(self._captured, graph, batch)
 
     def _select(self, batch: Any) -> StepGraph | None:
         """The graph that runs this step; None for a step that runs eagerly."""

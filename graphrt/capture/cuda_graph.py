@@ -16,6 +16,7 @@ import torch
 
 from graphrt.capture.cuda_rng import CudaRng, RngTrace
 from graphrt.errors import CaptureError
+from graphrt.ranges import INSTANTIATE
 
 __all__ = ["CapturedGraph", "GraphPool", "capture", "capture_stream"]
 
@@ -102,7 +103,8 @@ def capture(body: Callable[[], T], *, stream: torch.cuda.Stream, pool: Any, rng_
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         with _ending(graph), rng.capturing():
             out = body()
-    graph.instantiate()
+    with INSTANTIATE:
+        graph.instantiate()
     return CapturedGraph(graph, rng), out
 
 

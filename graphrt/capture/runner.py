@@ -26,6 +26,7 @@ from graphrt.capture.region import CapturedRegion
 from graphrt.capture.results import StaticResults
 from graphrt.errors import CaptureError
 from graphrt.linear import Float8Linear
+from graphrt.ranges import CAPTURE, COPY_INPUTS, REPLAY, RESULTS, WARMUP
 from graphrt.snapshot import OptimizerSnapshot
 from graphrt.step import StepBody, StepResult
 
@@ -94,7 +95,7 @@ class StepGraph:
     def warm_up(self, batch: Any) -> StepResult:
         """One real step, eagerly, on the capture stream; the last one is observed operation by operation."""
         self.copy_inputs(batch)
-        with self.runner.on_capture_stream(), self.runner.measuring_peak():
+        with WARMUP, self.runner.on_capture_stream(), self.runner.measuring_peak():
             result = self._observe() if self.is_last_warmup and self.runner.can_observe else self.run_captured()
         if self.is_last_warmup:
             self.settings = Fingerprint(self.runner.body)
@@ -157,16 +158,23 @@ class StepGraph:
 
     def copy_inputs(self, batch: Any) -> None:
         """Copy a batch in, on the current stream."""
-        self.inputs.copy_from(batch)
-        self.inputs.note_copied()
+        with COPY_INPUTS:
+            self.inputs.copy_from(batch)
+            self.inputs.note_copied()
 
     def replay(self, batch: Any) -> StepResult:
         """One step: copy the batch in, replay, copy the results out."""
+        self.copy_inputs(batch)
+        return self.launch()
+
+    def launch(self) -> StepResult:
+        """Replay what the static inputs hold, copy the results out."""
         assert self.graph is not None
         assert self.results is not None
-        self.copy_inputs(batch)
-        self.graph.replay()
-        return self.results.read()
+        with REPLAY:
+            self.graph.replay()
+        with RESULTS:
+            return self.results.read()
 
     def close(self) -> None:
         """Free the graph and everything it wrote to."""
@@ -263,9 +271,12 @@ class CapturedRunner:
         if graph.settings is not None:
             graph.settings.check_settings()
         capture_on = self._capture_cuda if self.is_cuda else self._capture_cpu
-        with self.body.gradients.closed(
-            f"in the step that was captured, after {self.num_warmup_steps} warmup steps without one. "
-            "Raise warmup_steps, or make every step use it."
+        with (
+            CAPTURE,
+            self.body.gradients.closed(
+                f"in the step that was captured, after {self.num_warmup_steps} warmup steps without one. "
+                "Raise warmup_steps, or make every step use it."
+            ),
         ):
             graph.graph, observation = capture_on(graph)
         try:
@@ -277,10 +288,10 @@ class CapturedRunner:
         self._fingerprint = Fingerprint(self.body)
         self.stats.num_graphs += 1
         self.stats.capture_s += time.perf_counter() - start
+        self._note_replay()
         if self.is_cuda:
             # A capture executes nothing, so the step it stands for is this replay.
-            graph.graph.replay()
-        self._note_replay()
+            return graph.launch()
         assert graph.results is not None
         return graph.results.read()
 

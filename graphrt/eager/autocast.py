@@ -5,6 +5,7 @@ import warnings
 from typing import Any
 
 from graphrt.guards import is_capturing
+from graphrt.ranges import FLUSH
 from graphrt.region import Region
 from graphrt.state import blocking_guard, registered_states
 
@@ -22,8 +23,10 @@ class FlushManager:
         pending = [state for state in registered_states() if state.backward_update_requested]
         if pending and blocking_guard() is not None:
             return False
-        for state in pending:
-            state.flush()
+        if pending:
+            with FLUSH:
+                for state in pending:
+                    state.flush()
         return True
 
 
