@@ -46,8 +46,8 @@ class Range:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        # None where no profiler has been loaded into the process: NVTX decides that once, at its first call.
-        self._attributes: Any = _domain.get_event_attributes(message=_domain.get_registered_string(name))
+        # The domain registers the name and keeps it. None without a profiler in the process: NVTX decides that at its first call.
+        self._attributes: Any = _domain.get_event_attributes(message=name)
 
     def numbered(self, payload: int) -> "Range":
         """This range, its next entry carrying ``payload``."""
