@@ -5,6 +5,7 @@ that stay. What differs between the paths is handed in: the region (the eager on
 does not), and when the body runs.
 """
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from graphrt.state import QuantizationState
 __all__ = ["Gradients", "StepBody", "StepResult"]
 
 LossFn = Callable[[nn.Module, Any], Any]
+_get_grad = operator.attrgetter("grad")
 _NORM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -79,6 +81,8 @@ class Gradients:
             GraphrtError: a ``.grad`` is another tensor than the owned one.
         """
         named = self.named
+        if all(map(operator.is_, map(_get_grad, map(named.__getitem__, self.owned)), self.owned.values())):
+            return
         for name, owned in self.owned.items():
             grad = named[name].grad
             if grad is owned:

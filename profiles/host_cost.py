@@ -28,17 +28,23 @@ def median_us(call: Callable[[], Any], repeats: int = 60) -> float:
     return sorted(times)[repeats // 2] * 1e6
 
 
-def third_of_three_us(call: Callable[[], Any], repeats: int = 30) -> float:
-    """Median host time of the third call after the device went idle: the queue is short, the caches are warm."""
-    times = []
+def step_us(step: Callable[[], Any], graph: Any, repeats: int = 40) -> tuple[float, float]:
+    """Median host times of the replay call inside a step, and of the rest of that step, on an idle device."""
+    replay, inside, rest = graph.replay, [], []
+
+    def timed_replay() -> None:
+        start = time.perf_counter()
+        replay()
+        inside.append(time.perf_counter() - start)
+
+    graph.replay = timed_replay
     for _ in range(repeats):
         torch.cuda.synchronize()
-        for _ in range(3):
-            start = time.perf_counter()
-            call()
-            last = time.perf_counter() - start
-        times.append(last)
-    return sorted(times)[repeats // 2] * 1e6
+        start = time.perf_counter()
+        step()
+        rest.append(time.perf_counter() - start - inside[-1])
+    del graph.replay
+    return sorted(inside)[repeats // 2] * 1e6, sorted(rest)[repeats // 2] * 1e6
 
 
 def measure(preset: str) -> None:
@@ -70,8 +76,8 @@ def measure(preset: str) -> None:
     for name, call in parts.items():
         print(f"  {name:12} {median_us(call, 30):8.1f} us")
         torch.cuda.synchronize()
-    replay, step = third_of_three_us(graph.graph.replay), third_of_three_us(lambda: trainer.step(batch))
-    print(f"  replay {replay:.1f} us, step {step:.1f} us, beyond the replay {step - replay:.1f} us")
+    replay, rest = step_us(lambda: trainer.step(batch), graph.graph)
+    print(f"  in one step: replay call {replay:.1f} us, all else {rest:.1f} us")
     trainer.close()
 
 

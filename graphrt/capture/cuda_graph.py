@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import torch
 
 from graphrt.capture.cuda_rng import CudaRng, RngTrace
+from graphrt.capture.driver import call
+from graphrt.capture.memset_nodes import replace_memsets
 from graphrt.errors import CaptureError
 from graphrt.ranges import INSTANTIATE
 
@@ -26,10 +28,10 @@ T = TypeVar("T")
 class CapturedGraph:
     """A captured step. Made by `capture`; replays on the current stream."""
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, rng: CudaRng) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, nodes: list[Any], rng: CudaRng) -> None:
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._rng = rng
-        self.num_nodes_by_kind, self.kernel_names = _describe(graph)
+        self.num_nodes_by_kind, self.kernel_names = _describe(nodes)
 
     @property
     def num_nodes(self) -> int:
@@ -103,9 +105,10 @@ def capture(body: Callable[[], T], *, stream: torch.cuda.Stream, pool: Any, rng_
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         with _ending(graph), rng.capturing():
             out = body()
+    nodes = replace_memsets(graph.raw_cuda_graph(), _nodes(graph), _index(stream.device))
     with INSTANTIATE:
         graph.instantiate()
-    return CapturedGraph(graph, rng), out
+    return CapturedGraph(graph, nodes, rng), out
 
 
 @contextmanager
@@ -137,7 +140,7 @@ def _no_garbage_collection() -> Iterator[None]:
 @contextmanager
 def _restoring_generator(device: torch.device) -> Iterator[None]:
     """After a failed capture torch's generator believes it is still being captured: give it its earlier state back."""
-    generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    generator = torch.cuda.default_generators[_index(device)]
     before = generator.clone_state()
     try:
         yield
@@ -154,31 +157,30 @@ _KINDS = {
 }
 
 
-def _describe(graph: torch.cuda.CUDAGraph) -> tuple[dict[str, int], tuple[str, ...]]:
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _nodes(graph: torch.cuda.CUDAGraph) -> list[Any]:
+    """The nodes, in the order they were captured in."""
+    from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
+
+    num_nodes = call(driver.cuGraphGetNodes, graph.raw_cuda_graph())[1]
+    return list(call(driver.cuGraphGetNodes, graph.raw_cuda_graph(), num_nodes)[0])
+
+
+def _describe(nodes: list[Any]) -> tuple[dict[str, int], tuple[str, ...]]:
     """(number of nodes by kind, names of the kernels in the order of launch)."""
     from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
 
-    nodes = _call(driver.cuGraphGetNodes, graph.raw_cuda_graph(), _num_nodes(driver, graph))[0]
-    kinds = [_call(driver.cuGraphNodeGetType, node) for node in nodes]
+    kinds = [call(driver.cuGraphNodeGetType, node) for node in nodes]
     counts = Counter(_KINDS.get(kind.name, "other") for kind in kinds)
     names = [_kernel_name(driver, node) for node, kind in zip(nodes, kinds, strict=True) if kind.name == "CU_GRAPH_NODE_TYPE_KERNEL"]
     return dict(counts), tuple(names)
 
 
-def _num_nodes(driver: Any, graph: torch.cuda.CUDAGraph) -> int:
-    return _call(driver.cuGraphGetNodes, graph.raw_cuda_graph())[1]
-
-
 def _kernel_name(driver: Any, node: Any) -> str:
-    params = _call(driver.cuGraphKernelNodeGetParams, node)
+    params = call(driver.cuGraphKernelNodeGetParams, node)
     if int(params.func):
-        return _call(driver.cuFuncGetName, params.func).decode()
-    return _call(driver.cuKernelGetName, params.kern).decode()
-
-
-def _call(function: Callable[..., Any], *args: Any) -> Any:
-    """The results of a driver call without its status; one alone as it is."""
-    status, *results = function(*args)
-    if int(status):
-        raise CaptureError(f"{function.__name__} failed with {status.name}. The captured graph cannot be described.")
-    return results[0] if len(results) == 1 else results
+        return call(driver.cuFuncGetName, params.func).decode()
+    return call(driver.cuKernelGetName, params.kern).decode()

@@ -23,6 +23,9 @@ _IGNORED_KEYS = {"params", *UNREAD_KEYS, *TRACKED_KEYS}
 
 _END = object()
 
+# Getters that a map calls without a frame of Python each.
+_get_training, _get_requires_grad = operator.attrgetter("training"), operator.attrgetter("requires_grad")
+
 
 class _Entry(NamedTuple):
     """An object and where it is looked up: ``holder.get(key)``. Of tensors the address is compared too."""
@@ -56,9 +59,11 @@ class Fingerprint:
         self._movable = list({id(x): x for x in movable}.values())
         self._addresses = list(map(Tensor.data_ptr, self._movable))
         self._modules = list(body.model.named_modules())
-        self._training = [module.training for _, module in self._modules]
+        self._flagged = [module for _, module in self._modules]
+        self._training = list(map(_get_training, self._flagged))
         self._parameters = list(body.gradients.named.items())
-        self._requires_grad = [p.requires_grad for _, p in self._parameters]
+        self._trained = [p for _, p in self._parameters]
+        self._requires_grad = list(map(_get_requires_grad, self._trained))
         self._without_grad = [(name, p) for name, p in self._parameters if p.grad is None]
         self._reason_outside = body.optimizer.reason_outside
         self._groups = [_frozen(group) for group in body.optimizer.optimizer.param_groups]
@@ -83,9 +88,9 @@ class Fingerprint:
         Raises:
             CaptureError: names what changed.
         """
-        if [module.training for _, module in self._modules] != self._training:
+        if list(map(_get_training, self._flagged)) != self._training:
             self._name_flag(self._modules, self._training, "training")
-        if [p.requires_grad for _, p in self._parameters] != self._requires_grad:
+        if list(map(_get_requires_grad, self._trained)) != self._requires_grad:
             self._name_flag(self._parameters, self._requires_grad, "requires_grad")
         if any(p.grad is not None for _, p in self._without_grad):
             self._name_new_grad()

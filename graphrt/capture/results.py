@@ -23,6 +23,7 @@ class StaticResults:
 
     def __init__(self, example: StepResult) -> None:
         flat = _flat(example)
+        self._metrics = list(example.metrics)
         # fp32 scalars first, side by side: one unbind makes them all.
         self._scalars = [name for name, value in flat.items() if value.dtype is torch.float32 and value.dim() == 0]
         self._layout: list[tuple[str, int, int, torch.dtype, torch.Size]] = []
@@ -47,9 +48,29 @@ class StaticResults:
 
     def read(self) -> StepResult:
         """A copy in storage of its own."""
-        views = self._split(self._buffer.clone())
-        metrics = {name.removeprefix("metrics."): value for name, value in views.items() if name.startswith("metrics.")}
-        return StepResult(views["loss"], views["grad_norm"], views["skipped"], metrics)
+        return _CopiedResult(self, self._buffer.clone())
+
+    def fields(self, buffer: Tensor) -> dict[str, Any]:
+        """The fields of a `StepResult` as views of a copy of the buffer."""
+        views = self._split(buffer)
+        metrics = {name: views.pop(f"metrics.{name}") for name in self._metrics}
+        return {**views, "metrics": metrics}
+
+
+class _CopiedResult(StepResult):
+    """A result whose tensors are made when one is first asked for: most steps of a long run are never looked at."""
+
+    def __init__(self, results: StaticResults, buffer: Tensor) -> None:
+        self.__dict__.update(_results=results, _buffer=buffer)
+
+    def __getattr__(self, name: str) -> Any:
+        # Called for what is not there yet; a field that is has no need of it.
+        results = self.__dict__.pop("_results", None)
+        if results is not None:
+            self.__dict__.update(results.fields(self.__dict__.pop("_buffer")))
+        if name in self.__dict__:
+            return self.__dict__[name]
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
 
 def _flat(result: StepResult) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 from graphrt.errors import GraphrtError
 from graphrt.kernels import compiler
 
-__all__ = ["launch", "preload"]
+__all__ = ["function", "launch", "preload"]
 
 _MIN_CAPABILITY = (8, 9)  # the first GPUs that convert to FP8
 _ENTRY_POINT = re.compile(rb"\.text\.(graphrt_\w+)")
@@ -90,6 +90,18 @@ def launch(index: int, name: str, num_blocks: int, num_threads: int, args: tuple
             _launch(loaded, index, name, (num_blocks, num_threads, shared_bytes), args)
     else:
         _launch(loaded, index, name, (num_blocks, num_threads, shared_bytes), args)
+
+
+def function(index: int, name: str) -> Any:
+    """The CUfunction of the kernel ``name`` on device ``index``: for a node of a graph.
+
+    Raises:
+        GraphrtError: the kernels cannot be compiled or loaded.
+    """
+    from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
+
+    preload(index)
+    return _checked(driver.cuKernelGetFunction(_loaded[index].kernels[name].handle))
 
 
 def _launch(loaded: _LoadedKernels, index: int, name: str, size: tuple[int, int, int], args: tuple[int | float, ...]) -> None:

@@ -5,6 +5,8 @@ rounded as written, and ``rstd`` comes from an IEEE division and square root. ``
 ``torch.rsqrt(x.square().mean(-1) + eps)`` by a few units in the last place.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,10 @@ from graphrt.kernels.fused import (
 )
 from graphrt.kernels.quantized import QuantizedTensor, QuantizeTo
 
-__all__ = ["rms_norm", "rms_norm_backward"]
+__all__ = ["SumInto", "rms_norm", "rms_norm_backward", "rms_norm_input_grad"]
+
+#: Computes a gradient of the norm's weight, [D] fp32, into the tensor given or a new one.
+SumInto = Callable[[Tensor | None], Tensor]
 
 # These mirror the constants of norm.cu.
 _VECTOR = 8  # columns in 16 bytes
@@ -87,6 +92,19 @@ def rms_norm_backward(grad_out: Tensor, x: Tensor, rstd: Tensor, weight: Tensor,
         ValueError: an argument has another shape, dtype or device than above; the message names it.
         GraphrtError: the kernels cannot be compiled or loaded for the device.
     """
+    grad_x, sum_into = rms_norm_input_grad(grad_out, x, rstd, weight, grad_residual)
+    return grad_x, sum_into(None)
+
+
+def rms_norm_input_grad(grad_out: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, grad_residual: Tensor | None) -> tuple[Tensor, SumInto]:
+    """:func:`rms_norm_backward` with the sum over rows left to the caller: the weight's gradient can go where it belongs.
+
+    Arguments and errors are the same.
+
+    Returns:
+        grad_x: [rows, D] of ``x``'s dtype.
+        sum_into: writes grad_weight, [D] fp32, to the contiguous tensor it is called with, or to a new one for None.
+    """
     _check_stream("x", x, weight)
     shape = tuple(x.shape)
     check_tensor("grad_out", grad_out, shape, x.dtype, x.device)
@@ -140,14 +158,19 @@ def _compute_forward(
     return stream, quantized, rstd
 
 
-def _compute_backward(grad_out: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, grad_residual: Tensor | None) -> tuple[Tensor, Tensor]:
+def _compute_backward(grad_out: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, grad_residual: Tensor | None) -> tuple[Tensor, SumInto]:
     grad, values, row_rstd = grad_out.detach().float(), x.detach().float(), rstd.detach()[:, None]
     weighted = grad * weight
     mean = _sum_rows(weighted * values)[:, None] * (1.0 / x.shape[1])
     grad_x = (weighted - values * (mean * row_rstd * row_rstd)) * row_rstd
     if grad_residual is not None:
         grad_x = grad_x + grad_residual.detach().float()
-    return grad_x.to(x.dtype), _sum_columns(grad * (values * row_rstd))
+
+    def sum_into(out: Tensor | None) -> Tensor:
+        sums = _sum_columns(grad * (values * row_rstd))
+        return sums if out is None else out.copy_(sums)
+
+    return grad_x.to(x.dtype), sum_into
 
 
 def _rstd_from(sums: Tensor, cols: int, eps: float) -> Tensor:
@@ -234,15 +257,14 @@ def _launch_forward(
     return stream, result, rstd
 
 
-def _launch_backward(grad_out: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, grad_residual: Tensor | None) -> tuple[Tensor, Tensor]:
+def _launch_backward(grad_out: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, grad_residual: Tensor | None) -> tuple[Tensor, SumInto]:
     rows, cols = x.shape
     grad_x = torch.empty((rows, cols), dtype=x.dtype, device=x.device)
-    if rows == 0:
-        return grad_x, torch.zeros(cols, dtype=torch.float32, device=x.device)
-    grad_weight = torch.empty(cols, dtype=torch.float32, device=x.device)
     block_rows = _backward_block_rows(rows)
     num_blocks = -(-rows // block_rows)
     partials = torch.empty((num_blocks, cols), dtype=torch.float32, device=x.device)
+    if rows == 0:
+        return grad_x, lambda out: _sum_partials(partials, out)
     inputs = [aligned(grad_out), aligned(x), rstd.contiguous(), aligned(weight)]
     if grad_residual is not None:
         inputs.append(aligned(grad_residual))
@@ -253,6 +275,18 @@ def _launch_backward(grad_out: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, 
     name = "graphrt_rms_norm_backward" if vectors == 1 else "graphrt_wide_rms_norm_backward"
     args = (*addresses, grad_x.data_ptr(), partials.data_ptr(), rows, cols, block_rows, 1.0 / cols)
     device.launch(x.get_device(), name, num_blocks, num_threads, args)
-    sum_args = (partials.data_ptr(), grad_weight.data_ptr(), num_blocks, cols)
-    device.launch(x.get_device(), "graphrt_rms_norm_sum_partials", -(-cols // _SUM_COLUMNS), _SUM_THREADS, sum_args)
-    return grad_x, grad_weight
+    return grad_x, lambda out: _sum_partials(partials, out)
+
+
+def _sum_partials(partials: Tensor, out: Tensor | None) -> Tensor:
+    """[num_blocks, D] -> [D] fp32; no blocks give zeros."""
+    num_blocks, cols = partials.shape
+    sums = torch.empty(cols, dtype=torch.float32, device=partials.device) if out is None else out
+    if num_blocks == 0:
+        return sums.zero_()
+    args = (partials.data_ptr(), sums.data_ptr(), num_blocks, cols)
+    device.launch(partials.get_device(), "graphrt_rms_norm_sum_partials", -(-cols // _SUM_COLUMNS), _SUM_THREADS, args)
+    if out is not None:
+        # A kernel writes behind autograd's back.
+        torch.autograd.graph.increment_version(out)
+    return sums

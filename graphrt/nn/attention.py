@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from graphrt.guards import untraced
-from graphrt.kernels.norm import rms_norm, rms_norm_backward
+from graphrt.kernels.norm import rms_norm
 from graphrt.kernels.rope import MAX_HEAD_SIZE, rope_, rope_backward
 from graphrt.nn.gemm import Gemm, can_fuse, gemm_of, is_fusable
-from graphrt.nn.norm import composed_norm
+from graphrt.nn.norm import composed_norm, residual_rms_norm_backward
 from graphrt.nn.rows import flatten
 from graphrt.recompute import unseen_by_selective_checkpoints
 
@@ -84,6 +84,7 @@ class _RotaryQkv(torch.autograd.Function):
             rope_(packed, cos, sin)
         ctx.save_for_backward(stream, rstd, norm_weight, cos, sin, *gemm.release(n))
         ctx.gemm, ctx.shape = gemm, residual.shape
+        ctx.norm_parameter = norm_weight if ctx.needs_input_grad[2] else None
         query, key, value = packed.permute(2, 0, 3, 1, 4).unbind()
         return stream.view(residual.shape), query, key, value
 
@@ -99,7 +100,7 @@ class _RotaryQkv(torch.autograd.Function):
         grad = gemm.receive(rope_backward(grad_query, grad_key, grad_value, cos, sin, to=gemm.grad_target(transpose=needs_weight)))
         grad_n = gemm.grad_input(grad, saved)
         grad_weight = gemm.weight_grad(grad, saved) if needs_weight else None
-        grad_x, grad_norm = rms_norm_backward(grad_n, stream, rstd, norm_weight, flatten(grad_stream))
+        grad_x, grad_norm = residual_rms_norm_backward(grad_n, stream, rstd, norm_weight, flatten(grad_stream), ctx.norm_parameter)
         gemm.finish()
         grad_x = grad_x.view(ctx.shape)
-        return grad_x, grad_x, grad_norm.to(norm_weight.dtype), grad_weight, None, None, None, None, None
+        return grad_x, grad_x, grad_norm, grad_weight, None, None, None, None, None

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from graphrt.guards import untraced
-from graphrt.kernels.norm import rms_norm, rms_norm_backward
+from graphrt.kernels.norm import rms_norm
 from graphrt.kernels.swiglu import swiglu, swiglu_backward
 from graphrt.nn.gemm import Gemm, can_fuse, gemm_of, is_fusable
-from graphrt.nn.norm import composed_norm
+from graphrt.nn.norm import composed_norm, residual_rms_norm_backward
 from graphrt.nn.rows import flatten
 from graphrt.recompute import unseen_by_selective_checkpoints
 
@@ -63,6 +63,7 @@ class _FeedForward(torch.autograd.Function):
             y = second.forward(a)
         ctx.save_for_backward(stream, rstd, norm_weight, h, *first.release(n), *second.release(a))
         ctx.first, ctx.second, ctx.shape = first, second, residual.shape
+        ctx.norm_parameter = norm_weight if ctx.needs_input_grad[2] else None
         return stream.view(residual.shape), y.view(residual.shape)
 
     @staticmethod
@@ -81,8 +82,8 @@ class _FeedForward(torch.autograd.Function):
         g13 = first.receive(swiglu_backward(h, grad_a, to=first.grad_target(transpose=needs_w13)))
         grad_n = first.grad_input(g13, saved[:4])
         grad_w13 = first.weight_grad(g13, saved[:4]) if needs_w13 else None
-        grad_x, grad_norm = rms_norm_backward(grad_n, stream, rstd, norm_weight, grad_stream)
+        grad_x, grad_norm = residual_rms_norm_backward(grad_n, stream, rstd, norm_weight, grad_stream, ctx.norm_parameter)
         first.finish()
         second.finish()
         grad_x = grad_x.view(ctx.shape)
-        return grad_x, grad_x, grad_norm.to(norm_weight.dtype), grad_w13, grad_w2, None, None, None
+        return grad_x, grad_x, grad_norm, grad_w13, grad_w2, None, None, None

@@ -8,11 +8,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from graphrt.guards import untraced
-from graphrt.kernels.norm import rms_norm, rms_norm_backward
+from graphrt.kernels.norm import rms_norm, rms_norm_input_grad
 from graphrt.nn.gemm import is_fusable
 from graphrt.nn.rows import flatten
+from graphrt.sinks import deliver
 
-__all__ = ["composed_norm", "residual_rms_norm"]
+__all__ = ["composed_norm", "residual_rms_norm", "residual_rms_norm_backward"]
 
 
 def residual_rms_norm(residual: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -36,13 +37,34 @@ def composed_norm(residual: Tensor, delta: Tensor, weight: Tensor, eps: float) -
     return stream, F.rms_norm(stream, (stream.shape[-1],), weight.to(stream.dtype), eps)
 
 
+def residual_rms_norm_backward(
+    grad_out: Tensor, stream: Tensor, rstd: Tensor, weight: Tensor, grad_stream: Tensor, parameter: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """(gradient of residual and delta, of the weight), the second None where it went straight into ``weight.grad``.
+
+    Args:
+        grad_out: [rows, D], of the norm.
+        stream, rstd, weight: what the forward kept.
+        grad_stream: [rows, D], what reaches the stream from behind the norm.
+        parameter: the weight as the forward got it, which its gradient belongs to; None if none is asked for.
+    """
+    grad_x, sum_into = rms_norm_input_grad(grad_out, stream, rstd, weight, grad_stream)
+
+    def compute(out: Tensor | None) -> Tensor:
+        if out is None or out.dtype is torch.float32:
+            return sum_into(out).to(weight.dtype)
+        return out.copy_(sum_into(None))
+
+    return grad_x, None if parameter is None else deliver(parameter, compute)
+
+
 class _ResidualNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, residual: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         stream, n, rstd = rms_norm(flatten(delta), flatten(residual), weight, eps)
         assert isinstance(n, Tensor)
         ctx.save_for_backward(stream, rstd, weight)
-        ctx.shape = residual.shape
+        ctx.parameter, ctx.shape = weight if ctx.needs_input_grad[2] else None, residual.shape
         return stream.view(residual.shape), n.view(residual.shape)
 
     @staticmethod
@@ -53,6 +75,6 @@ class _ResidualNorm(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         stream, rstd, weight = ctx.saved_tensors
         grad_stream, grad_n = map(flatten, grad_outputs)
-        grad_x, grad_weight = rms_norm_backward(grad_n, stream, rstd, weight, grad_stream)
+        grad_x, grad_weight = residual_rms_norm_backward(grad_n, stream, rstd, weight, grad_stream, ctx.parameter)
         grad_x = grad_x.view(ctx.shape)
-        return grad_x, grad_x, grad_weight.to(weight.dtype), None
+        return grad_x, grad_x, grad_weight, None

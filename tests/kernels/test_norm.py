@@ -1,5 +1,7 @@
 """RMSNorm: the reference against torch, the CUDA source on the emulation and on a GPU against the reference, bit for bit."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -67,13 +69,21 @@ def check_forward(run, x: Tensor, residual: Tensor | None, weight: Tensor, to: Q
         assert_same_bits(to.amax, expected_to.amax, "amax")
 
 
+def launch_backward(*args):
+    grad_x, sum_into = norm._launch_backward(*args)
+    grad_weight, given = sum_into(None), torch.full((grad_x.shape[1],), math.nan, device=grad_x.device)
+    assert sum_into(given) is given
+    torch.testing.assert_close(given, grad_weight, rtol=0, atol=0, equal_nan=True)
+    return grad_x, grad_weight
+
+
 def check_backward(run, x: Tensor, weight: Tensor, *, has_residual: bool) -> None:
     rows, cols = x.shape
     grad, grad_residual = (make_stream(rows, cols, seed=seed).to(x.device) for seed in (5, 6))
     rstd = norm._compute_forward(x.cpu(), None, weight.cpu(), EPS, None)[2].to(x.device)
     args = (grad, x, rstd, weight, grad_residual if has_residual else None)
     grad_x, grad_weight = run(*args)
-    expected_x, expected_weight = norm._compute_backward(*[None if arg is None else arg.cpu() for arg in args])
+    expected_x, expected_weight = norm.rms_norm_backward(*[None if arg is None else arg.cpu() for arg in args])
     assert_same_values(grad_x, expected_x, "grad_x")
     assert_same_values(grad_weight, expected_weight, "grad_weight")
 
@@ -191,7 +201,7 @@ def test_no_rows(run):
     assert (stream.shape, rstd.shape, out.data.shape) == ((0, 32), (0,), (0, 32))
     assert out.transposed.shape == (32, 0)
     assert out.scale_inv.item() == 0.25
-    for run_backward in (norm.rms_norm_backward, norm._launch_backward):
+    for run_backward in (norm.rms_norm_backward, launch_backward):
         grad_x, grad_weight = run_backward(x, x, rstd, weight, None)
         assert grad_x.shape == (0, 32)
         assert not grad_weight.any()
@@ -228,7 +238,7 @@ def test_emulated_forward_equals_reference(shape):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("has_residual", [False, True])
 def test_emulated_backward_equals_reference(shape, has_residual):
-    check_backward(norm._launch_backward, make_stream(*shape), make_weight(shape[1]), has_residual=has_residual)
+    check_backward(launch_backward, make_stream(*shape), make_weight(shape[1]), has_residual=has_residual)
 
 
 @pytest.mark.usefixtures("emulate")
@@ -237,7 +247,7 @@ def test_emulated_wide_rows_equal_reference(shape):
     x, residual, weight = make_stream(*shape), make_stream(*shape, seed=1), make_weight(shape[1])
     check_forward(norm._launch_forward, x, residual, weight, make_target(E4M3, 37.3))
     check_forward(norm._launch_forward, x, None, weight, None)
-    check_backward(norm._launch_backward, x, weight, has_residual=True)
+    check_backward(launch_backward, x, weight, has_residual=True)
 
 
 @pytest.mark.usefixtures("emulate")
@@ -252,7 +262,7 @@ def test_emulated_forward_equals_reference_with_nonfinite_values(scale):
 
 @pytest.mark.usefixtures("emulate")
 def test_emulated_sum_of_many_partials_equals_reference():
-    check_backward(norm._launch_backward, make_stream(16 * 70 + 1, 16), make_weight(16), has_residual=False)
+    check_backward(launch_backward, make_stream(16 * 70 + 1, 16), make_weight(16), has_residual=False)
 
 
 @pytest.mark.usefixtures("emulate")
@@ -263,7 +273,7 @@ def test_emulated_launch_copies_unaligned_and_strided_input():
     assert x.data_ptr() % 16
     assert weight.data_ptr() % 16
     check_forward(norm._launch_forward, x, residual, weight, make_target(E4M3, 0.75))
-    check_backward(norm._launch_backward, x, weight, has_residual=True)
+    check_backward(launch_backward, x, weight, has_residual=True)
 
 
 # ---- on a GPU ----
@@ -279,7 +289,7 @@ def test_gpu_equals_reference(shape):
             for transpose in (False, True):
                 to = make_target(fp8, scale, device="cuda", transpose=transpose)
                 check_forward(norm._launch_forward, x, added, weight, to)
-        check_backward(norm._launch_backward, x, weight, has_residual=added is not None)
+        check_backward(launch_backward, x, weight, has_residual=added is not None)
 
 
 @pytest.mark.gpu
