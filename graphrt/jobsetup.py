@@ -1,6 +1,7 @@
 """From settings to a device and a Trainer on it."""
 
 import torch
+from torch import nn
 
 from graphrt.checkpoint import checkpoint
 from graphrt.convert import convert_to_float8_training
@@ -8,7 +9,7 @@ from graphrt.llama import Llama, is_block_linear, make_loss_fn
 from graphrt.settings import InputError, Settings
 from graphrt.trainer import Trainer
 
-__all__ = ["build_trainer", "resolve_device"]
+__all__ = ["build_trainer", "make_optimizer", "resolve_device"]
 
 _MAX_GRAD_NORM = 1.0
 _WEIGHT_DECAY = 0.1
@@ -64,7 +65,7 @@ def build_trainer(settings: Settings, device: torch.device) -> Trainer:
         convert_to_float8_training(model, module_filter_fn=is_block_linear)
     return Trainer(
         model,
-        _make_optimizer(model, settings.lr),
+        make_optimizer(model, settings.lr),
         make_loss_fn(device.type, _autocast_dtype(settings, device)),
         mode=settings.mode,
         grad_accum_steps=settings.grad_accum,
@@ -72,7 +73,8 @@ def build_trainer(settings: Settings, device: torch.device) -> Trainer:
     )
 
 
-def _make_optimizer(model: Llama, lr: float) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """AdamW with weight decay on matrices alone."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": _WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]

@@ -16,7 +16,7 @@ import json
 import subprocess
 import sys
 import time
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,21 @@ def measure(preset_name: str, precision: str, mode: str, show_kernels: int, grad
     """Time one configuration in this process."""
     import torch
 
-    from graphrt.jobsetup import build_trainer
     from graphrt.settings import make_settings
 
     preset = PRESETS[preset_name]
     settings = make_settings(
-        {"preset": preset_name, "precision": precision, "mode": mode, "device": "cuda", "vocab_size": 32768, "grad_accum": grad_accum}
+        {
+            "preset": preset_name,
+            "precision": precision,
+            "mode": mode.removeprefix("compile+"),
+            "device": "cuda",
+            "vocab_size": 32768,
+            "grad_accum": grad_accum,
+        }
     )
     device = torch.device("cuda", 0)
-    trainer = build_trainer(settings, device)
+    trainer = _build(settings, device, is_compiled=mode == "compile+graph")
     shape = (POOL, 2, settings.batch_size, settings.seq_len)
     pool = torch.randint(preset.shape.vocab, shape, device=device)
     batches = [{"tokens": tokens, "labels": labels} for tokens, labels in pool]
@@ -73,6 +79,32 @@ def measure(preset_name: str, precision: str, mode: str, show_kernels: int, grad
         "num_nodes": sum(report.capture.num_nodes_by_kind.values()) if report.capture else None,
     }
     return {**row, **_profile(trainer, batches, ms, show_kernels)}
+
+
+def _build(settings: Any, device: Any, *, is_compiled: bool) -> Any:
+    """The preset's trainer; compiled: a model of torch's own operations, its blocks compiled around the converted linears."""
+    import torch
+    from plain_model import PlainLlama, cross_entropy
+
+    import graphrt
+    from graphrt.jobsetup import build_trainer, make_optimizer
+    from graphrt.llama import is_block_linear
+
+    if not is_compiled:
+        return build_trainer(settings, device)
+    torch.manual_seed(settings.seed)
+    model: Any = PlainLlama(settings.shape, settings.seq_len).to(device)
+    if settings.precision == "fp8":
+        graphrt.convert_to_float8_training(model, module_filter_fn=is_block_linear)
+    for block in model.blocks:
+        block.compile()
+    compiled_loss = torch.compile(cross_entropy)
+
+    def loss_fn(model: Any, batch: Any) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return compiled_loss(model(batch["tokens"]), batch["labels"])
+
+    return graphrt.Trainer(model, make_optimizer(model, settings.lr), loss_fn, max_grad_norm=1.0)
 
 
 def _profile(trainer: Any, batches: list[Any], ms: float, show_kernels: int) -> dict[str, Any]:
@@ -129,7 +161,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presets", default="micro,125m,1b,8bslice", help="comma-separated (default: %(default)s)")
     parser.add_argument("--precisions", default="fp8", help="of graphrt's side: fp8, bf16 (default: %(default)s)")
-    parser.add_argument("--mode", default="graph", help="of graphrt's side (default: %(default)s)")
+    parser.add_argument(
+        "--modes",
+        default="graph",
+        help="of graphrt's side: graph, eager; compile+graph is a model of torch's own operations with compiled blocks, "
+        "converted and captured (default: %(default)s)",
+    )
     parser.add_argument("--peers", type=Path, help="script that measures the others")
     parser.add_argument("--peer-modes", default="graph,compile+graph,ao+compile+graph", help="modes to ask it for (default: %(default)s)")
     parser.add_argument("--kernels", type=int, default=0, metavar="N", help="also print the N most expensive kernels")
@@ -146,9 +183,9 @@ def main() -> int:
         return 2
     rows = []
     for preset in args.presets.split(","):
-        for precision in filter(None, args.precisions.split(",")):
-            command = [sys.executable, __file__, "--one", preset, precision, args.mode, "--kernels", str(args.kernels)]
-            rows.append(_run_process(command, f"{preset} {precision}"))
+        for precision, mode in product(filter(None, args.precisions.split(",")), args.modes.split(",")):
+            command = [sys.executable, __file__, "--one", preset, precision, mode, "--kernels", str(args.kernels)]
+            rows.append(_run_process(command, f"{preset} {precision} {mode}"))
         for mode in args.peer_modes.split(",") if args.peers else []:
             row = _run_process([sys.executable, str(args.peers), preset, mode], f"{preset} {mode}")
             if row is not None:
