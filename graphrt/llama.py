@@ -112,8 +112,7 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """int64 tokens [B, T] -> logits [B, T, vocab] in the autocast dtype."""
-        stream = self.embed(tokens)
-        stream = stream.to(_activation_dtype(stream))
+        stream = fused.embedding(tokens, self.embed, _activation_dtype(self.embed.weight))
         delta = torch.zeros_like(stream)
         for block in self.blocks:
             stream, delta = self._run_block(block, stream, delta)

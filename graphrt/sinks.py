@@ -2,9 +2,9 @@
 
 A weight gradient that a GEMM computes goes, in plain autograd, through a temporary that is then added to ``.grad``, which
 had to be zeroed before: twelve bytes of traffic a parameter that a GEMM's own output could save. Inside a Trainer's step
-the backward of a linear therefore asks for the parameter's *sink*, and writes there: the first contribution of a step
-overwrites, later ones add. Gradients that reach the same parameter through autograd (tied weights) still add up, in any
-order: a hook zeroes what is left of the step before, should autograd come first.
+the backward of a linear (or of an embedding) therefore asks for the parameter's *sink*, and writes there: the first
+contribution of a step overwrites, later ones add. Gradients that reach the same parameter through autograd (tied weights)
+still add up, in any order: a hook zeroes what is left of the step before, should autograd come first.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,6 +17,8 @@ __all__ = ["GradientSinks", "deliver"]
 
 #: Computes a weight gradient, into ``out`` if one is given.
 Compute = Callable[[Tensor | None], Tensor]
+#: Adds a weight gradient to a contiguous tensor.
+AddTo = Callable[[Tensor], object]
 
 
 class _Sink:
@@ -39,7 +41,7 @@ class _Sink:
         self.is_stale = False
 
     @torch.no_grad()
-    def write(self, compute: Compute) -> None:
+    def write(self, compute: Compute, add_to: AddTo | None) -> None:
         """Overwrite or add."""
         grad, overwrites = self.parameter.grad, self.is_stale
         if grad is None:
@@ -51,6 +53,8 @@ class _Sink:
         self.is_stale = False
         if overwrites:
             compute(grad)
+        elif add_to is not None and grad.is_contiguous():
+            add_to(grad)
         else:
             grad.add_(compute(None))
 
@@ -119,16 +123,17 @@ def _has_other_hooks(parameter: nn.Parameter, num_own: int) -> bool:
     return len(hooks) > num_own or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
-def deliver(parameter: Tensor, compute: Compute) -> Tensor | None:
+def deliver(parameter: Tensor, compute: Compute, add_to: AddTo | None = None) -> Tensor | None:
     """A weight gradient from a backward: into the parameter's sink, or returned for autograd to accumulate.
 
     Args:
         parameter: the weight the gradient is of.
         compute: called with the tensor to write into, or None to make one.
+        add_to: called with the tensor to add to, where that takes no temporary; None adds what ``compute`` makes.
     """
     active = GradientSinks._active
     sink = active.sink(parameter) if active is not None and isinstance(parameter, nn.Parameter) else None
     if sink is None:
         return compute(None)
-    sink.write(compute)
+    sink.write(compute, add_to)
     return None

@@ -32,10 +32,16 @@ class TokenBlock(nn.Module):
 
 
 class TokenModel(nn.Module):
-    """Embedding, blocks, head. ``wrap`` calls each block: checkpointing goes there."""
+    """Embedding, blocks, head. ``wrap`` calls each block: checkpointing goes there. ``embed`` looks tokens up."""
 
     def __init__(
-        self, *, dropout: float = 0.0, is_tied: bool = False, has_unused: bool = False, wrap: Callable[..., Any] = plainly
+        self,
+        *,
+        dropout: float = 0.0,
+        is_tied: bool = False,
+        has_unused: bool = False,
+        wrap: Callable[..., Any] = plainly,
+        embed: Callable[[Tensor, nn.Embedding], Tensor] = lambda tokens, module: module(tokens),
     ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
@@ -46,12 +52,12 @@ class TokenModel(nn.Module):
         if has_unused:
             self.unused = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("num_tokens", torch.zeros(()))
-        self.wrap = wrap
+        self.wrap, self.embed = wrap, embed
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.training and torch.is_grad_enabled():
             self.num_tokens.add_(tokens.numel())
-        x = self.embedding(tokens)
+        x = self.embed(tokens, self.embedding)
         for block in self.blocks:
             x = self.wrap(block, x)
         return self.head(x)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 import graphrt
 from graphrt import batch as batch_
 from graphrt.capture.runner import CapturedRunner
+from graphrt.nn import embedding
 
 
 @pytest.fixture(autouse=True)
@@ -124,6 +125,17 @@ def test_captured_nested_checkpoints_equal_eager_ones(device: torch.device, kind
 
 def test_captured_tied_weights_equal_eager_ones(device: torch.device) -> None:
     assert_captured_equals_eager(device, model={"is_tied": True})
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("num", [1, 2])
+def test_captured_fused_embeddings_equal_eager_ones(device: torch.device, num: int, is_tied: bool) -> None:
+    """Batches that are mostly one token: its gradient is a sum of several segments."""
+    batches = token_batches(batch_size=16)
+    for batch in batches:
+        batch["tokens"].masked_fill_(batch["tokens"] > 4, 7)
+    model = {"is_tied": is_tied, "embed": embedding}
+    assert_captured_equals_eager(device, grad_accum_steps=num, model=model, batches=batches)
 
 
 def test_a_parameter_that_takes_no_part_keeps_no_gradient_and_does_not_decay(device: torch.device) -> None:

@@ -395,6 +395,98 @@ def test_a_linear_with_bias_or_hooks_or_converted_is_called():
     assert counts(state) == (1, 1)
 
 
+# ---- embedding
+
+
+def make_tokens(device: torch.device | str = "cpu", *, rows: int = 30, seed: int = 0) -> Tensor:
+    """[3, 40], every token several times, none more often than a segment of the sum is long."""
+    return torch.randint(rows, (3, 40), generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def make_embedding(device: torch.device | str = "cpu", **options: Any) -> nn.Embedding:
+    torch.manual_seed(0)
+    return nn.Embedding(30, 16, **options).to(device)
+
+
+def look_up(call: Callable[[Tensor], Tensor], tokens: Tensor, module: nn.Embedding) -> tuple[Tensor, Tensor]:
+    """The rows, and the gradient of the table."""
+    module.weight.grad = None
+    rows = call(tokens)
+    _loss([rows]).backward()
+    assert module.weight.grad is not None
+    return rows.detach(), module.weight.grad.to_dense()
+
+
+@pytest.mark.parametrize("padding_idx", [None, 4])
+@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32], ids=["int64", "int32"])
+@dtypes
+def test_an_embedding_equals_torchs(index_dtype, padding_idx, dtype, device):
+    module, tokens = make_embedding(device, padding_idx=padding_idx), make_tokens(device).to(index_dtype)
+    actual = look_up(lambda t: fused.embedding(t, module, dtype), tokens, module)
+    assert is_fused(fused.embedding(tokens, module, dtype))
+    assert actual[0].dtype is dtype
+    expected = look_up(lambda t: module(t).to(dtype), tokens, module)
+    assert torch.equal(actual[0], expected[0])
+    assert actual[1].dtype is torch.float32
+    if device.type == "cpu":
+        assert torch.equal(actual[1], expected[1])
+    torch.testing.assert_close(actual[1], expected[1])
+    again = look_up(lambda t: fused.embedding(t, module, dtype), tokens, module)
+    assert torch.equal(actual[1], again[1])
+
+
+def test_an_embedding_of_other_shapes_of_tokens():
+    module = make_embedding()
+    for tokens in (torch.tensor(3), torch.tensor([], dtype=torch.int64), make_tokens().t(), make_tokens()[:1, :1].expand(2, 5)):
+        actual = look_up(lambda t: fused.embedding(t, module), tokens, module)
+        expected = look_up(module, tokens, module)
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_an_embedding_without_gradients_and_frozen():
+    module, tokens = make_embedding(), make_tokens()
+    with torch.no_grad():
+        assert torch.equal(fused.embedding(tokens, module, torch.bfloat16), module(tokens).bfloat16())
+    assert not fused.embedding(tokens, module.requires_grad_(False)).requires_grad
+
+
+def test_an_embedding_refuses_tokens_out_of_range():
+    with pytest.raises(IndexError):
+        fused.embedding(torch.tensor([30]), make_embedding())
+
+
+@pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}, {"dtype": torch.bfloat16}], ids=str)
+def test_an_embedding_with_other_rules_is_called(options):
+    module, tokens = make_embedding(**options), make_tokens()
+    assert not is_fused(fused.embedding(tokens, module))
+    actual = look_up(lambda t: fused.embedding(t, module, torch.bfloat16), tokens, module)
+    expected = look_up(lambda t: module(t).bfloat16(), tokens, module)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_an_embedding_with_hooks_or_of_a_subclass_is_called():
+    class Other(nn.Embedding):
+        pass
+
+    module, tokens, seen = make_embedding(), make_tokens(), []
+    handle = module.register_forward_hook(lambda *_: seen.append(1))
+    assert not is_fused(fused.embedding(tokens, module))
+    assert seen == [1]
+    handle.remove()
+    assert is_fused(fused.embedding(tokens, module))
+    module.__class__ = Other
+    assert not is_fused(fused.embedding(tokens, module))
+
+
+@pytest.mark.parametrize("kind", ["graphrt", "graphrt-reentrant", "torch-reentrant"])
+def test_checkpointing_an_embedding_changes_no_bit(kind):
+    module, tokens = make_embedding(), make_tokens()
+    scale = torch.ones(16, requires_grad=True)
+    expected = look_up(lambda t: fused.embedding(t, module) * scale, tokens, module)
+    actual = look_up(lambda t: KINDS[kind](lambda s: fused.embedding(t, module) * s, scale), tokens, module)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
 # ---- cross-entropy
 
 

@@ -21,7 +21,7 @@ ENTRY_POINTS = {"quantize": quantize_kernels(), "scale_update": ["graphrt_update
 #: Registers a thread may take so that an SM (65536 of them) holds four blocks of 256 threads, three for fp32 -> transpose, or one
 #: of the update's 1024.
 MAX_REGISTERS = {"quantize_transpose_fp32": 80, "quantize": 64, "record": 64, "update": 64}
-MAX_REGISTERS |= {"rms_norm": 64, "wide_rms_norm": 128, "swiglu_backward": 80, "swiglu": 64}
+MAX_REGISTERS |= {"rms_norm": 64, "wide_rms_norm": 128, "swiglu_backward": 80, "swiglu": 64, "embedding": 64}
 DEFAULT_MAX_REGISTERS = 96
 
 #: Those with many entry points take the compiler some seconds each.
