@@ -13,6 +13,8 @@ from graphrt.convert import (
 from graphrt.eager import fp8_autocast
 from graphrt.errors import CaptureError, FlushError, GraphrtError, ParityError, RecipeError, StaticInputError
 from graphrt.linear import Float8Linear
+from graphrt.module_ranges import module_ranges
+from graphrt.nsys import nsys_window
 from graphrt.parity import ParityDifference, ParityReport, check_parity
 from graphrt.recipe import DelayedScaling, Format
 from graphrt.region import ForwardMark, mark_forward, recompute_phase
@@ -50,7 +52,9 @@ __all__ = [
     "convert_to_float8_training",
     "fp8_autocast",
     "mark_forward",
+    "module_ranges",
     "nn",
+    "nsys_window",
     "quantization_state",
     "recompute_phase",
 ]

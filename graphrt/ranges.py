@@ -3,10 +3,11 @@
 [Note: ranges]
 A range is entered where work is issued, on either path. A profiler sees it as an NVTX range of the domain ``graphrt``. A
 listener sees the same entry and exit: while a step is captured, the graph's nodes issued in between belong to the range,
-which is how replayed kernels, where no Python runs, get their names back.
+which is how replayed kernels, where no Python runs, get their names back. Listeners hear of an entry before NVTX does, and of
+an exit after it, so that one of them may turn a profiler on and off around whole ranges.
 
-Without a profiler and without a listener a range costs a tenth of a microsecond and allocates nothing: the ranges are made
-once, at import, and their names are registered with NVTX then.
+Without a profiler and without a listener a range allocates nothing and costs a fraction of a microsecond
+(``profiles/range_cost.py``): the ranges are made once, at import, and their names are registered with NVTX then.
 """
 
 from collections.abc import Iterator
@@ -36,34 +37,41 @@ _listeners: list[RangeListener] = []
 
 
 class Range:
-    """A context manager to enter again and again, from any thread; it holds no state of an entry.
+    """A context manager to enter again and again, from any thread.
 
     Args:
         name: what profilers show; registered, and kept alive with the range.
     """
 
-    __slots__ = ("_attributes", "name")
+    __slots__ = ("_attributes", "name", "number")
 
     def __init__(self, name: str) -> None:
         self.name = name
-        # The domain registers the name and keeps it. None without a profiler in the process: NVTX decides that at its first call.
+        #: What `numbered` was last called with; None for a range that is not numbered.
+        self.number: int | None = None
+        # None where no profiler has been loaded into the process: NVTX decides that once, at its first call.
         self._attributes: Any = _domain.get_event_attributes(message=name)
 
-    def numbered(self, payload: int) -> "Range":
-        """This range, its next entry carrying ``payload``."""
+    def numbered(self, number: int) -> "Range":
+        """This range, its next entry carrying ``number`` as the payload."""
+        self.number = number
         if self._attributes is not None:
-            self._attributes.payload = payload
+            self._attributes.payload = number
         return self
 
-    def __enter__(self) -> None:
-        _domain.push_range(self._attributes)
-        for listener in _listeners:
-            listener.enter_range(self.name)
+    # The conditions spare an iterator, and three names a tuple: nothing is allocated where nobody listens.
 
-    def __exit__(self, *_exception: object) -> None:
-        for listener in _listeners:
-            listener.exit_range(self.name)
+    def __enter__(self) -> None:
+        if _listeners:
+            for listener in _listeners:
+                listener.enter_range(self.name)
+        _domain.push_range(self._attributes)
+
+    def __exit__(self, _type: object, _error: object, _traceback: object) -> None:
         _domain.pop_range()
+        if _listeners:
+            for listener in _listeners:
+                listener.exit_range(self.name)
 
 
 @contextmanager

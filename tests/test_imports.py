@@ -17,7 +17,7 @@ PACKAGE = Path(graphrt.__file__).parent
 LAYERS = (
     ("errors", "ranges", "sinks"),
     ("recipe", "guards", "recompute"),
-    ("kernels",),
+    ("kernels", "module_ranges", "nsys"),
     ("state",),
     ("region",),
     ("linear", "checkpoint"),
@@ -35,6 +35,8 @@ ONLY = {
     "recipe": {"errors"},
     "guards": {"errors"},
     "recompute": {"errors"},
+    "module_ranges": {"guards", "ranges"},
+    "nsys": {"errors", "ranges"},
     "kernels": {"errors", "recipe", "guards"},
     "checkpoint": {"recompute"},
 }

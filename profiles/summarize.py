@@ -1,0 +1,347 @@
+"""Tables of an nsys report: steps and their gaps, ranges, kernels, and modules.
+
+    nsys export --type sqlite -o node.sqlite node.nsys-rep
+    python profiles/summarize.py node.sqlite [--node-map node_map.json] [--json]
+
+The node map that graphrt saves says which module, direction and phase a node of the captured graph is of. Replayed
+activities are joined with it by node id where the ids are the same, else by order within a replay; the kernel's name must
+agree either way. What finds no partner is listed. A file node_map.json beside the report is taken by itself.
+"""
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from difflib import SequenceMatcher
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from nsys_report import Activity, RangeEvent, Report, ReportError, read_report
+
+NUM_GAPS = 5  # longest ones shown a step
+OUTSIDE = "(outside)"
+_KEYS = {"index", "kind", "kernel", "module", "direction", "phase", "node_id"}  # of a node in the map's file
+
+
+@dataclass
+class StepRow:
+    """One step on the device: from the end of the step before it, or its own first activity, to its last."""
+
+    step: int | None
+    host_ms: float
+    device_ms: float
+    busy_ms: float
+    gap_share: float
+    activities: int
+
+
+@dataclass
+class GapRow:
+    """A time in which the device did nothing."""
+
+    step: int | None
+    at_ms: float  # into the step
+    us: float
+    after: str
+    before: str
+
+
+@dataclass
+class SumRow:
+    """Activities added up under some name."""
+
+    name: str
+    activities: int
+    ms: float
+    share: float  # of all device time in the report
+
+
+@dataclass
+class RangeRow(SumRow):
+    """As SumRow, for a range and what was launched in it but in no range inside it."""
+
+    entries: int
+    host_ms: float
+
+
+@dataclass
+class ModuleRow(SumRow):
+    """As SumRow, for a module (the name) in one direction and phase."""
+
+    phase: str
+    direction: str
+
+
+@dataclass
+class Summary:
+    """All tables."""
+
+    steps: list[StepRow]
+    gaps: list[GapRow]
+    ranges: list[RangeRow]
+    kernels: list[SumRow]
+    modules: list[ModuleRow] = field(default_factory=list)
+    unmatched: list[SumRow] = field(default_factory=list)  # replayed, and not in the node map
+    unseen: list[str] = field(default_factory=list)  # in the node map, and never replayed
+    notes: list[str] = field(default_factory=list)
+
+
+# -- steps and gaps
+
+
+def _busy(activities: Iterable[Activity]) -> list[tuple[int, int, str, str]]:
+    """(start, end, first and last activity's name) of the times in which something ran; ``activities`` by start."""
+    busy: list[tuple[int, int, str, str]] = []
+    for activity in activities:
+        if busy and activity.start <= busy[-1][1]:
+            start, end, first, last = busy[-1]
+            busy[-1] = (start, max(end, activity.end), first, activity.name if activity.end > end else last)
+        else:
+            busy.append((activity.start, activity.end, activity.name, activity.name))
+    return busy
+
+
+def step_tables(report: Report) -> tuple[list[StepRow], list[GapRow]]:
+    """A row a step, and its longest gaps."""
+    by_step: dict[RangeEvent, list[Activity]] = defaultdict(list)
+    for activity in report.activities:
+        if activity.ranges and activity.ranges[0].name == "step":
+            by_step[activity.ranges[0]].append(activity)
+    rows, gaps, last_end = [], [], None
+    for step in report.steps:
+        activities = by_step[step]
+        host_ms = (step.end - step.start) / 1e6
+        if not activities:
+            rows.append(StepRow(step.number, host_ms, 0.0, 0.0, 0.0, 0))
+            continue
+        busy = _busy(activities)
+        begin = busy[0][0] if last_end is None else min(last_end, busy[0][0])
+        last_end = busy[-1][1]
+        busy_ns = sum(end - start for start, end, _, _ in busy)
+        rows.append(
+            StepRow(step.number, host_ms, (last_end - begin) / 1e6, busy_ns / 1e6, 1 - busy_ns / max(1, last_end - begin), len(activities))
+        )
+        gaps += _gaps(step.number, begin, busy)
+    return rows, gaps
+
+
+def _gaps(step: int | None, begin: int, busy: list[tuple[int, int, str, str]]) -> list[GapRow]:
+    times = [(begin, begin, "", "the step before"), *busy]
+    gaps = [GapRow(step, (a[1] - begin) / 1e6, (b[0] - a[1]) / 1e3, a[3], b[2]) for a, b in pairwise(times) if b[0] > a[1]]
+    return sorted(gaps, key=lambda gap: -gap.us)[:NUM_GAPS]
+
+
+# -- sums
+
+
+def _sums(activities: Iterable[Activity], key: Callable[[Activity], Any], total_ns: int) -> list[tuple[Any, dict[str, Any]]]:
+    """(key, the numbers of a SumRow) of the activities of each key, longest first."""
+    groups: dict[Any, list[int]] = defaultdict(list)
+    for activity in activities:
+        groups[key(activity)].append(activity.ns)
+    ordered = sorted(groups.items(), key=lambda item: -sum(item[1]))
+    return [(name, {"activities": len(ns), "ms": sum(ns) / 1e6, "share": sum(ns) / max(1, total_ns)}) for name, ns in ordered]
+
+
+def _path(events: Sequence[RangeEvent]) -> str:
+    return "/".join(event.name for event in events) or OUTSIDE
+
+
+def range_table(report: Report, total_ns: int) -> list[RangeRow]:
+    """A row a range, those inside another after it."""
+    sums = dict(_sums(report.activities, lambda activity: _path(activity.ranges), total_ns))
+    entries: dict[str, list[int]] = defaultdict(list)
+    for event in report.ranges:
+        entries[_path(event.chain)].append(event.end - event.start)
+    nothing = {"activities": 0, "ms": 0.0, "share": 0.0}
+    names = [*entries, *(name for name in sums if name not in entries)]
+    return [RangeRow(name, **sums.get(name, nothing), entries=len(entries[name]), host_ms=sum(entries[name]) / 1e6) for name in names]
+
+
+# -- modules
+
+
+class NodeMap:
+    """The nodes of a captured step that show in a profile, in the order of launch; see the README for the file."""
+
+    def __init__(self, nodes: list[dict[str, Any]], original_nodes: dict[int, int]) -> None:
+        self.nodes = [node for node in nodes if node["kind"] in ("kernel", "memcpy", "memset")]
+        self._original_nodes = original_nodes
+        self._index_of_id = {node["node_id"]: index for index, node in enumerate(self.nodes) if node["node_id"] is not None}
+        self._by_order: dict[tuple[Any, ...], list[int | None]] = {}
+
+    @classmethod
+    def read(cls, path: Path, original_nodes: dict[int, int]) -> "NodeMap":
+        """Read the file.
+
+        Raises:
+            ReportError: it is no node map.
+        """
+        try:
+            nodes = json.loads(path.read_text(encoding="utf-8"))
+            for node in nodes:
+                if missing := _KEYS - set(node):
+                    raise ValueError(f"an entry has no {sorted(missing)[0]}")
+            return cls(nodes, original_nodes)
+        except (OSError, ValueError, TypeError) as error:
+            raise ReportError(f"{path} is no node map: {error}. Save it from the run that nsys watched.") from error
+
+    def match(self, replay: list[Activity]) -> list[int | None]:
+        """The index of each activity's node, None where there is none. ``replay`` is of one launch, by start."""
+        by_id = [self._with_id(activity) for activity in replay]
+        if None not in by_id:
+            return by_id
+        in_order = self._in_order(replay)
+        # Ids of another run agree by chance at most.
+        return by_id if by_id.count(None) <= in_order.count(None) else in_order
+
+    def _with_id(self, activity: Activity) -> int | None:
+        for node_id in (activity.node_id, self._original_nodes.get(activity.node_id or 0)):
+            index = self._index_of_id.get(node_id)
+            if index is not None and _agree(self.nodes[index], activity):
+                return index
+        return None
+
+    def _in_order(self, replay: list[Activity]) -> list[int | None]:
+        key = tuple((activity.kind, activity.mangled or activity.name) for activity in replay)
+        if key not in self._by_order:
+            self._by_order[key] = self._align(replay)
+        return self._by_order[key]
+
+    def _align(self, replay: list[Activity]) -> list[int | None]:
+        if len(replay) == len(self.nodes) and all(map(_agree, self.nodes, replay)):
+            return list(range(len(replay)))
+        # Something is missing, more, or elsewhere: the longest common runs of names.
+        ours = [(node["kind"], node["kernel"] if node["kind"] == "kernel" else None) for node in self.nodes]
+        theirs = [(activity.kind, activity.mangled) for activity in replay]
+        found: list[int | None] = [None] * len(replay)
+        for block in SequenceMatcher(None, ours, theirs, autojunk=False).get_matching_blocks():
+            for i in range(block.size):
+                found[block.b + i] = block.a + i
+        return found
+
+
+def _agree(node: dict[str, Any], activity: Activity) -> bool:
+    """Whether both can be the same node. Some reports have no mangled names: the short one is a part of it."""
+    if node["kind"] != activity.kind:
+        return False
+    if activity.kind != "kernel":
+        return True
+    return node["kernel"] == activity.mangled if activity.mangled else activity.short_name in (node["kernel"] or "")
+
+
+def add_modules(summary: Summary, report: Report, node_map: NodeMap, total_ns: int) -> None:
+    """Fill the tables that need a node map."""
+    replays: dict[tuple[int, int], list[Activity]] = defaultdict(list)
+    for activity in report.activities:
+        if activity.node_id is not None:
+            replays[activity.launch].append(activity)
+    if not replays:
+        summary.notes.append("No nodes of a graph are in the report: modules need --cuda-graph-trace=node.")
+        return
+    indices = {
+        id(activity): index for replay in replays.values() for activity, index in zip(replay, node_map.match(replay), strict=True)
+    }  # fmt: skip
+    replayed = [activity for replay in replays.values() for activity in replay]
+
+    def place(activity: Activity) -> tuple[str, str, str]:
+        node = node_map.nodes[indices[id(activity)] or 0]
+        return node["module"], node["direction"], node["phase"]
+
+    matched = [activity for activity in replayed if indices[id(activity)] is not None]
+    unmatched = [activity for activity in replayed if indices[id(activity)] is None]
+    summary.modules = [
+        ModuleRow(module or OUTSIDE, **numbers, direction=direction, phase=phase)
+        for (module, direction, phase), numbers in _sums(matched, place, total_ns)
+    ]
+    summary.unmatched = [SumRow(name, **numbers) for name, numbers in _sums(unmatched, lambda activity: activity.name, total_ns)]
+    seen = set(indices.values())
+    summary.unseen = [
+        f"{node['index']}: {node['kernel'] or node['kind']}" for index, node in enumerate(node_map.nodes) if index not in seen
+    ]  # fmt: skip
+
+
+def summarize(report: Report, node_map: NodeMap | None) -> Summary:
+    """All tables of a report."""
+    total_ns = sum(activity.ns for activity in report.activities)
+    steps, gaps = step_tables(report)
+    kernels = [SumRow(name, **numbers) for name, numbers in _sums(report.activities, lambda activity: activity.name, total_ns)]
+    summary = Summary(steps, gaps, range_table(report, total_ns), kernels)
+    if not steps:
+        summary.notes.append("No step ranges are in the report: it needs -t cuda,nvtx, and a window that opens before a step.")
+    if node_map is not None:
+        add_modules(summary, report, node_map, total_ns)
+    return summary
+
+
+# -- output
+
+
+def _show(title: str, rows: Sequence[Any], top: int) -> None:
+    if not rows:
+        return
+    columns = list(asdict(rows[0]))
+    shown = [[_cell(column, value) for column, value in asdict(row).items()] for row in rows[:top]]
+    widths = [max(len(column), *(len(cells[i]) for cells in shown)) for i, column in enumerate(columns)]
+    print(f"\n{title}")
+    for cells in [columns, *shown]:
+        print(
+            "  "
+            + "  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(cells, widths, strict=True)))
+        )
+    if len(rows) > top:
+        print(f"  and {len(rows) - top} more rows: --top {len(rows)}")
+
+
+def _cell(column: str, value: Any) -> str:
+    if "share" in column:
+        return f"{value:.1%}"
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    text = "-" if value is None else str(value)
+    return text if len(text) <= 90 else f"{text[:87]}..."
+
+
+def show(summary: Summary, top: int) -> None:
+    """Print all tables, ``top`` rows of each."""
+    _show("Steps on the device", summary.steps, top)
+    _show("Longest gaps", sorted(summary.gaps, key=lambda gap: -gap.us), top)
+    _show("By range of the launch", summary.ranges, top)
+    _show("By kernel", summary.kernels, top)
+    _show("Replayed, by module", summary.modules, top)
+    _show("Replayed, but not in the node map", summary.unmatched, top)
+    if summary.unseen:
+        print(f"\nIn the node map, but never replayed: {len(summary.unseen)} nodes")
+        print("\n".join(f"  {line}" for line in summary.unseen[:top]))
+    for note in summary.notes:
+        print(f"\n{note}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the tables, or one line of what is wrong with the files."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("report", type=Path, help="SQLite export of an nsys report")
+    parser.add_argument("--node-map", type=Path, help="default: node_map.json beside the report, if it is there")
+    parser.add_argument("--json", action="store_true", help="all rows of all tables, as one JSON object")
+    parser.add_argument("--top", type=int, default=25, help="rows shown of each table (default: %(default)s)")
+    options = parser.parse_args(arguments)
+    beside = options.report.parent / "node_map.json"
+    path = options.node_map or (beside if beside.is_file() else None)
+    try:
+        report = read_report(options.report)
+        summary = summarize(report, NodeMap.read(path, report.original_nodes) if path else None)
+    except ReportError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps(asdict(summary)))
+    else:
+        show(summary, options.top)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""profiles/run_nsys.py and run_ncu.py, with stand-ins for nsys and ncu that write down how they were called."""
+
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_nsys_report import NODES, Export, replayed
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "profiles"))
+
+import run_ncu
+import run_nsys
+import windowed_steps
+
+STAND_IN = """#!{python}
+import json, shutil, sys
+with open({calls!r}, "a") as file:
+    file.write(json.dumps(sys.argv) + "\\n")
+if "export" in sys.argv:
+    shutil.copy({export!r}, sys.argv[sys.argv.index("-o") + 1])
+sys.exit({exit_code})
+"""
+
+
+@pytest.fixture
+def tool(tmp_path, monkeypatch):
+    """Put a stand-in into PATH; returns a function that reads its calls."""
+
+    def install(name: str, *, export: Path | None = None, exit_code: int = 0) -> Any:
+        calls = tmp_path / "calls"
+        script = tmp_path / "bin" / name
+        script.parent.mkdir(exist_ok=True)
+        script.write_text(STAND_IN.format(python=sys.executable, calls=str(calls), export=str(export), exit_code=exit_code))
+        script.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
+        return lambda: [json.loads(line) for line in calls.read_text().splitlines()]
+
+    return install
+
+
+@pytest.mark.parametrize(("script", "name"), [(run_nsys, "nsys"), (run_ncu, "ncu")])
+def test_without_the_tool_the_script_says_how_to_get_it_and_what_there_is(script, name, monkeypatch, capsys):
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    assert script.main([]) == 2
+    said = capsys.readouterr().err
+    for text in (f"{name} is not installed", "https://developer.nvidia.com/", "`graphrt profile`"):
+        assert text in said
+
+
+def test_nsys_is_run_both_ways_exported_and_summarized(tool, tmp_path, capsys):
+    export = Export(tmp_path / "made.sqlite")
+    replayed(export, 0)
+    calls = tool("nsys", export=export.close())
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "node_map.json").write_text(json.dumps(NODES))
+    assert run_nsys.main(["--preset", "125m", "--start", "6", "--stop", "7", "--out", str(out)]) == 0
+    profiles = [call[1:] for call in calls() if call[1] == "profile"]
+    assert [call[call.index("-t") + 1] for call in profiles] == ["cuda,nvtx"] * 2
+    assert [call[call.index("-c") + 1] for call in profiles] == ["cudaProfilerApi"] * 2
+    for call, trace in zip(profiles, ("node", "graph"), strict=True):
+        assert {"--capture-range-end=stop", f"--cuda-graph-trace={trace}"} <= set(call)
+        job = call[call.index(sys.executable) :]
+        assert Path(job[1]).name == "windowed_steps.py"
+        assert [job[job.index(name) + 1] for name in ("--start", "--stop", "--preset")] == ["6", "7", "125m"]
+    printed = capsys.readouterr().out
+    assert printed.count("Steps on the device") == 2
+    assert "blocks.0.up" in printed
+
+
+def test_nsys_that_fails_ends_the_script(tool, tmp_path, capsys):
+    tool("nsys", exit_code=3)
+    assert run_nsys.main(["--out", str(tmp_path / "out")]) == 3
+    assert "nsys profile failed with exit code 3" in capsys.readouterr().err
+
+
+def ncu(tmp_path: Path, *options: str) -> int:
+    node_map = tmp_path / "node_map.json"
+    node_map.write_text(json.dumps(NODES))
+    return run_ncu.main(["--node-map", str(node_map), "--out", str(tmp_path / "out"), *options])
+
+
+def test_ncu_gets_the_kernels_of_a_layer_in_one_step(tool, tmp_path, capsys):
+    calls = tool("ncu")
+    assert ncu(tmp_path, "--module", "blocks.0.up", "--direction", "backward", "--step", "6") == 0
+    ((_, *call),) = calls()
+    assert [call[call.index(name) + 1] for name in ("--profile-from-start", "--graph-profiling")] == ["off", "node"]
+    assert [call[call.index(name) + 1] for name in ("--kernel-name-base", "--start", "--stop")] == ["mangled", "6", "6"]
+    pattern = call[call.index("--kernel-name") + 1].removeprefix("regex:")
+    matches = [node["index"] for node in NODES if node["kernel"] and re.search(pattern, node["kernel"])]
+    # Both gemms pass; the second of them is the one that was asked for.
+    assert matches == [0, 3]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines[:2]] == [["0", "forward", "blocks.0.up"], ["*", "1", "backward"]]
+
+
+def test_a_module_is_matched_by_its_whole_name():
+    inside = [node["index"] for node in NODES if run_ncu.is_wanted(node, "blocks.0", None)]
+    assert inside == [0, 1, 3]
+    assert not any(run_ncu.is_wanted(node, "blocks.0.u", None) for node in NODES)
+
+
+def test_a_layer_that_is_not_there_is_refused(tool, tmp_path, capsys):
+    tool("ncu")
+    assert ncu(tmp_path, "--module", "blocks.9") == 2
+    assert "'blocks.9'" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_the_profiled_job_runs(tmp_path):
+    assert windowed_steps.main(["--preset", "micro", "--start", "4", "--stop", "5"]) == 0
