@@ -9,8 +9,9 @@ transposed for another; one kernel writes both. For the backward only FP8 is sav
 with the scale_inv it was made with. Outside a region the layer is a plain nn.Linear.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ from graphrt.region import Context, Mode, RegionRecord, current_context
 from graphrt.sinks import deliver
 from graphrt.state import QuantizationState
 
-__all__ = ["Float8Linear", "LinearCall", "LinearSlots", "finish_backward", "weight_grad"]
+__all__ = ["Float8Linear", "LinearCall", "LinearSlots", "StaticWeight", "WeightKey", "finish_backward", "weight_grad"]
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,35 @@ class LinearCall:
     is_differentiable: bool
 
 
+class WeightKey(NamedTuple):
+    """What a quantized weight was made from and for; another key quantizes anew."""
+
+    serial: int  # of the region
+    version: int
+    address: int
+    is_recorded: bool
+    has_transposed: bool
+
+
+class StaticWeight(Protocol):
+    """Storage of a quantized weight whose owner keeps it from step to step, and is told what forwards do with it."""
+
+    quantized: QuantizedTensor
+
+    def writing(self, key: WeightKey, is_recording: bool) -> AbstractContextManager[Any]:
+        """Entered while a forward quantizes into it; ``is_recording`` says whether the amax is recorded."""
+        ...
+
+    def note_read(self) -> None:
+        """A forward found it as it needs it."""
+        ...
+
+
 @dataclass
 class _WeightCache:
-    """The quantized weight of the current region, and the weight it was made from."""
+    """The quantized weight of the current region, and what it was made from."""
 
-    key: tuple[int, int, int, bool, bool]
+    key: WeightKey
     quantized: QuantizedTensor
 
 
@@ -68,7 +93,7 @@ class Float8Linear(nn.Linear):
     quantization_state: QuantizationState
     slots: LinearSlots
     _weight_cache: _WeightCache | None
-    static_weight: QuantizedTensor | None
+    static_weight: StaticWeight | None
 
     def bind(self, state: QuantizationState, slots: LinearSlots) -> None:
         """Attach the state that holds this layer's scales."""
@@ -173,14 +198,22 @@ class Float8Linear(nn.Linear):
         transpose = record.has_gradients or call.is_differentiable
         # A forward that records amaxes does not take over what one without left behind; a recompute may.
         is_recorded = call.is_training or record.states.get(call.state, False)
-        key = (record.serial, self.weight._version, weight.data_ptr(), is_recorded, transpose)
+        key = WeightKey(record.serial, self.weight._version, weight.data_ptr(), is_recorded, transpose)
+        static = self.static_weight
         if self._weight_cache is not None and self._weight_cache.key == key:
+            if static is not None:
+                static.note_read()
             return self._weight_cache.quantized
-        dtype = call.state.recipe.fp8_format.forward_dtype
-        quantized = _quantize(weight, call.state, self.slots.weight, record, dtype, call.is_training, transpose, self.static_weight)
+        dtype, out = call.state.recipe.fp8_format.forward_dtype, None if static is None else static.quantized
+        with nullcontext() if static is None else static.writing(key, call.is_training):
+            quantized = _quantize(weight, call.state, self.slots.weight, record, dtype, call.is_training, transpose, out)
         if not torch.is_inference_mode_enabled():
-            self._weight_cache = _WeightCache(key, quantized)
+            self.take_weight(key, quantized)
         return quantized
+
+    def take_weight(self, key: WeightKey, quantized: QuantizedTensor) -> None:
+        """Let forwards that ask for ``key`` use ``quantized``."""
+        self._weight_cache = _WeightCache(key, quantized)
 
 
 @untraced(reason="an FP8 linear asks at run time which region it is in")

@@ -216,6 +216,7 @@ class Region(AbstractContextManager["Region"]):
         record = RegionRecord(self._mode, has_gradients, self._group)
         if has_gradients:
             _make_backward_due_everywhere(record)
+        self.open_record(record)
         return record
 
     @_untraced
@@ -236,6 +237,9 @@ class Region(AbstractContextManager["Region"]):
 
     def before_outermost(self) -> None:
         """Called before an outermost region with gradients opens."""
+
+    def open_record(self, record: RegionRecord) -> None:
+        """Called when an outermost region opens, before its first forward."""
 
     def close_record(self, record: RegionRecord) -> None:
         """Called when an outermost region exits, before its forward update."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from graphrt import kernels
+from graphrt.presets import PRESETS
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROWS = 8192
@@ -103,6 +104,34 @@ def measure_quantize(cols: int, x_dtype: torch.dtype, fp8: torch.dtype, transpos
     return Row(name, shape, time_us, num_bytes / time_us / 1e6, copy.time_us / time_us, target), copy
 
 
+def weight_shapes(preset: str) -> list[tuple[int, int]]:
+    """Of the linears of all blocks: qkv, out, w13, w2."""
+    shape = PRESETS[preset].shape
+    width, ffn = shape.width, shape.ffn
+    return [(3 * width, width), (width, width), (2 * ffn, width), (width, ffn)] * shape.num_layers
+
+
+def measure_weights(preset: str, num_replays: int) -> list[Row]:
+    """All fp32 weights of a preset with their amaxes, by one launch and one by one, and a copy that moves as many bytes."""
+    shapes = weight_shapes(preset)
+    num_slots, num_bytes = len(shapes), sum(rows * cols for rows, cols in shapes) * 6
+    scale, scale_inv = torch.ones(num_slots, device="cuda"), torch.ones(num_slots, 4, device="cuda")
+    amax = torch.zeros(num_slots, device="cuda")
+    entries = []
+    for slot, shape in enumerate(shapes):
+        x = torch.randn(shape, device="cuda")
+        to = kernels.QuantizeTo(scale, scale_inv, slot, E4M3, amax)
+        entries.append(kernels.QuantizeEntry(x, to, kernels.allocate(x, E4M3, True)))
+    table = kernels.QuantizeTable(entries)
+    singles = [partial(kernels.quantize, x, *to[:4], amax=amax, transpose=True, out=out) for x, to, out in entries]
+    many_us = measure_us([partial(kernels.quantize_many, table)], NUM_LAUNCHES, num_replays)
+    singles_us = measure_us(singles, num_slots, num_replays) * num_slots
+    name = f"{num_slots} fp32 weights of {preset}"
+    copy = measure_copy(num_bytes, name, num_replays)
+    measured = (("quantize_many", many_us), ("quantize+transpose one by one", singles_us))
+    return [*(Row(kind, name, us, num_bytes / us / 1e6, copy.time_us / us, "") for kind, us in measured), copy]
+
+
 def make_state(num_slots: int, history_len: int) -> tuple[torch.Tensor, ...]:
     """amax_history, scale, scale_inv, num_nonfinite, num_updates."""
     return (
@@ -137,7 +166,7 @@ def measure_update(num_slots: int, history_len: int, num_replays: int) -> Row:
 
 
 def measure_all(num_replays: int) -> list[Row]:
-    """Every case, weights (fp32) last."""
+    """Every case, weights (fp32) last in each width, then all weights of a model."""
     kernels.preload()
     rows = []
     for cols in COLS:
@@ -146,6 +175,8 @@ def measure_all(num_replays: int) -> list[Row]:
         for x_dtype, fp8, transpose in cases:
             row, copy = measure_quantize(cols, x_dtype, fp8, transpose, num_replays)
             rows += [row, copy]
+    for preset in ("micro", "1b"):
+        rows += measure_weights(preset, num_replays)
     return [*rows, measure_update(512, 1024, num_replays), measure_update(512, 16, num_replays)]
 
 

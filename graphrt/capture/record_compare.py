@@ -41,6 +41,7 @@ class Difference:
 
 def compare_operations(first: Sequence[OpNode], second: Sequence[OpNode]) -> list[Difference]:
     """The differences in order of issue, one a place and kind. After the first other operation nothing can be aligned."""
+    first, second = ([node for node in nodes if node.is_compared] for nodes in (first, second))
     found: dict[tuple[Any, ...], Difference] = {}
     for before, after in zip(first, second, strict=False):
         if before.name != after.name:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ from graphrt.capture.record_location import Location, find_location, in_parenthe
 from graphrt.capture.record_nodes import OpNode, TensorSpec, name_of, plain_value, storage_key, tensors_in
 from graphrt.errors import CaptureError
 
-__all__ = ["Call", "RecordMode"]
+__all__ = ["Call", "RecordMode", "uncompared"]
 
 _UNINITIALISED = frozenset(
     {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::empty_permuted", "aten::new_empty", "aten::new_empty_strided"}
@@ -97,6 +98,7 @@ class RecordMode(TorchDispatchMode):
         self.refusals: list[CaptureError] = []
         self.is_collecting = is_collecting
         self.has_other_draws = False
+        self.is_comparing = True
         self._keep_outputs = keep_outputs
         self._current_module = current_module
         self._owner = threading.get_ident()
@@ -173,7 +175,7 @@ class RecordMode(TorchDispatchMode):
             self.calls.append(_constant_call(args[0]) if is_constant else _operation_call(operation, args, kwargs, fresh))
 
     def _add_node(self, name: str, arguments: Any, outputs: Any, is_replayed: bool, location: Location | None) -> None:
-        self.operations.append(OpNode(name, location, self._current_module(), arguments, outputs, is_replayed))
+        self.operations.append(OpNode(name, location, self._current_module(), arguments, outputs, is_replayed, self.is_comparing))
 
     def _describe(self, value: Any, is_constant: bool) -> Any:
         if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
@@ -183,6 +185,19 @@ class RecordMode(TorchDispatchMode):
         is_frozen = is_constant or (self.device_type != "cpu" and is_host_scalar(value))
         address = None if is_frozen or self.has_made(value) else value.data_ptr()
         return _spec(value, address, _host_value(value) if is_frozen else None)
+
+
+@contextmanager
+def uncompared() -> Iterator[None]:
+    """Operations inside are recorded and replayed, and left out where two steps are compared."""
+    modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, RecordMode) and mode.is_comparing]
+    for mode in modes:
+        mode.is_comparing = False
+    try:
+        yield
+    finally:
+        for mode in modes:
+            mode.is_comparing = True
 
 
 def _spec(tensor: Tensor, address: int | None = None, value: Any = None) -> TensorSpec:

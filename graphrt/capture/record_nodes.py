@@ -38,6 +38,7 @@ class OpNode:
     arguments: tuple[tuple[str, Plain], ...]  # by name in the schema; tensors as TensorSpec
     outputs: tuple[TensorSpec | None, ...]
     is_replayed: bool  # False for views, metadata changes and uninitialised factories
+    is_compared: bool = True  # False for what the runner itself issues elsewhere in the captured step
 
     @property
     def location(self) -> str:

@@ -1,5 +1,7 @@
 """The captured path's region: what updates inside the graph, and flushes nothing."""
 
+from collections.abc import Callable
+
 from graphrt.region import Region, RegionRecord
 
 __all__ = ["CapturedRegion"]
@@ -10,7 +12,18 @@ class CapturedRegion(Region):
 
     A flush is host work that replays would never repeat, so whoever runs the step flushes before it; the step body
     consumes its own backward request. Nothing outlives the step, so no scales are kept for recomputes after its exit.
+
+    Args:
+        on_open: called with the record of the step's outermost region before its first forward.
     """
+
+    def __init__(self, on_open: Callable[[RegionRecord], None]) -> None:
+        super().__init__()
+        self._on_open = on_open
+
+    def open_record(self, record: RegionRecord) -> None:
+        """Let the step prepare what its forwards will find."""
+        self._on_open(record)
 
     def close_record(self, record: RegionRecord) -> None:
         """Keep nothing."""

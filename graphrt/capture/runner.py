@@ -24,8 +24,8 @@ from graphrt.capture.inputs import StaticInputs, signature
 from graphrt.capture.recorder import Recording, compare, record
 from graphrt.capture.region import CapturedRegion
 from graphrt.capture.results import StaticResults
+from graphrt.capture.weights import StepWeights, WeightStorage
 from graphrt.errors import CaptureError
-from graphrt.linear import Float8Linear
 from graphrt.ranges import CAPTURE, COPY_INPUTS, REPLAY, RESULTS, WARMUP
 from graphrt.snapshot import OptimizerSnapshot
 from graphrt.step import StepBody, StepResult
@@ -66,6 +66,7 @@ class StepGraph:
         self.runner = runner
         self.inputs = StaticInputs(batch, runner.device)
         self.microbatches = batches.split(self.inputs.batch, runner.num_microbatches)
+        self.weights = StepWeights(runner.weights)
         self.num_warmups = 0
         self.results: StaticResults | None = None
         self.observation: Recording | None = None
@@ -99,6 +100,7 @@ class StepGraph:
             result = self._observe() if self.is_last_warmup and self.runner.can_observe else self.run_captured()
         if self.is_last_warmup:
             self.settings = Fingerprint(self.runner.body)
+            self.weights.learn()
         self.num_warmups += 1
         return result
 
@@ -111,8 +113,8 @@ class StepGraph:
 
     def run_body(self) -> StepResult:
         """Issue the step on the static inputs."""
-        with self.runner.static_weights():
-            return self.runner.body.run(self.microbatches, CapturedRegion())
+        with self.weights.attached():
+            return self.runner.body.run(self.microbatches, CapturedRegion(self.weights.open_record))
 
     def run_captured(self) -> StepResult:
         """Issue the step and leave its results where replays leave them."""
@@ -182,6 +184,7 @@ class StepGraph:
             self.graph.close()
         if self.observation is not None:
             self.observation.close()
+        self.weights.close()
         self.graph = self.observation = self.results = None
 
 
@@ -204,7 +207,7 @@ class CapturedRunner:
         self._pool: GraphPool | None = None
         self._graphs: dict[Any, StepGraph] = {}
         self._fingerprint: Fingerprint | None = None
-        self._static_weights: dict[Float8Linear, kernels.QuantizedTensor] = {}
+        self.weights = WeightStorage(body.model)
         self._peak_bytes = 0
 
     # -- choosing
@@ -273,6 +276,7 @@ class CapturedRunner:
         capture_on = self._capture_cuda if self.is_cuda else self._capture_cpu
         with (
             CAPTURE,
+            graph.weights.batched(),
             self.body.gradients.closed(
                 f"in the step that was captured, after {self.num_warmup_steps} warmup steps without one. "
                 "Raise warmup_steps, or make every step use it."
@@ -281,9 +285,11 @@ class CapturedRunner:
             graph.graph, observation = capture_on(graph)
         try:
             self._check_capture(graph, observation)
+            graph.weights.check()
         except BaseException:
             graph.graph.close()
             graph.graph = None
+            graph.weights.drop_table()
             raise
         self._fingerprint = Fingerprint(self.body)
         self.stats.num_graphs += 1
@@ -308,7 +314,7 @@ class CapturedRunner:
                 captured, observation = capture(graph.run_observed, stream=self._stream, pool=self._pool.handle, rng_trace=graph.rng_trace)
         except CaptureError:
             raise
-        except Exception as error:
+        except RuntimeError as error:
             # The driver names no operation; the step's parameters and buffers are put back by the caller, as after any failure.
             found = graph.diagnose()
             raise found or CaptureError(
@@ -358,21 +364,6 @@ class CapturedRunner:
         return observed_rng(self.device) if self.is_cuda else nullcontext(RngTrace())
 
     @contextmanager
-    def static_weights(self) -> Iterator[None]:
-        """FP8 weights go to storage of their own, outside the graph's pool."""
-        linears = [module for module in self.body.model.modules() if isinstance(module, Float8Linear)]
-        for linear in linears:
-            if linear not in self._static_weights:
-                dtype = linear.quantization_state.recipe.fp8_format.forward_dtype
-                self._static_weights[linear] = kernels.allocate(linear.weight.detach(), dtype, True)
-            linear.static_weight = self._static_weights[linear]
-        try:
-            yield
-        finally:
-            for linear in linears:
-                linear.static_weight = None
-
-    @contextmanager
     def measuring_peak(self) -> Iterator[None]:
         """Take the memory that the step needs beyond what is allocated, for the estimate before a capture."""
         if not self.is_cuda:
@@ -399,7 +390,7 @@ class CapturedRunner:
         for graph in self._graphs.values():
             graph.close()
         self._graphs.clear()
-        self._static_weights.clear()
+        self.weights.clear()
         self._fingerprint = None
         if self._pool is not None:
             self._pool.close()

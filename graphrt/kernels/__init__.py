@@ -11,6 +11,7 @@ from torch import Tensor
 from graphrt.kernels import launcher, ops, reference
 from graphrt.kernels.device import preload
 from graphrt.kernels.gemm import scaled_mm
+from graphrt.kernels.quantize_table import QuantizeEntry, QuantizeTable, quantize_many
 from graphrt.kernels.quantized import (
     QuantizedTensor,
     QuantizeTo,
@@ -22,7 +23,19 @@ from graphrt.kernels.quantized import (
     check_update_arguments,
 )
 
-__all__ = ["QuantizeTo", "QuantizedTensor", "allocate", "preload", "quantize", "record_amax_", "scaled_mm", "update_scales_"]
+__all__ = [
+    "QuantizeEntry",
+    "QuantizeTable",
+    "QuantizeTo",
+    "QuantizedTensor",
+    "allocate",
+    "preload",
+    "quantize",
+    "quantize_many",
+    "record_amax_",
+    "scaled_mm",
+    "update_scales_",
+]
 
 
 def quantize(

@@ -25,10 +25,11 @@ struct Tile {
     int lane_col, row_group;   // this thread's place: which vectors across, which four rows down
 };
 
-__device__ __forceinline__ Tile locate_tile(i64 cols) {
+// Tiles go across the matrix first.
+__device__ __forceinline__ Tile locate_tile(u32 index, i64 cols) {
     const u32 tiles_across = (u32)((cols + kTileCols - 1) / kTileCols);
-    const u32 down = blockIdx.x / tiles_across;
-    const i64 across = blockIdx.x - down * tiles_across;
+    const u32 down = index / tiles_across;
+    const i64 across = index - down * tiles_across;
     return Tile{(i64)down * kTileRows, across * kTileCols, (int)threadIdx.x % kLaneCols, (int)threadIdx.x / kLaneCols};
 }
 
@@ -118,13 +119,14 @@ __device__ __forceinline__ void store_transposed(const Tile& tile, const uint4* 
     }
 }
 
+// Tile `index` of one matrix.
 template <typename In, typename Out>
-__device__ __forceinline__ void quantize_transpose(const void* x, void* data, void* transposed, const float* scale,
-                                                   const float* scale_inv, float* scale_inv_out, int* amax_out,
-                                                   i64 rows, i64 cols, i64 is_aligned) {
+__device__ __forceinline__ void quantize_transpose(u32 index, const void* x, void* data, void* transposed,
+                                                   const float* scale, const float* scale_inv, float* scale_inv_out,
+                                                   int* amax_out, i64 rows, i64 cols, i64 is_aligned) {
     __shared__ uint4 units[kTileCols * kUnits];  // [column][unit of 16 rows], units placed by XOR
     __shared__ u32 warp_amax[kThreads / 32];
-    const Tile tile = locate_tile(cols);
+    const Tile tile = locate_tile(index, cols);
     const typename In::Bits* x_bits = static_cast<const typename In::Bits*>(x);
     u32* unit_words = reinterpret_cast<u32*>(units);
 
@@ -132,7 +134,7 @@ __device__ __forceinline__ void quantize_transpose(const void* x, void* data, vo
         is_aligned ? quantize_tile<In, Out, true>(tile, x_bits, static_cast<u8*>(data), scale, rows, cols, unit_words)
                    : quantize_tile<In, Out, false>(tile, x_bits, static_cast<u8*>(data), scale, rows, cols, unit_words);
     if (amax_out != nullptr) stage_warp_amax(amax, warp_amax);
-    copy_scale_inv(scale_inv, scale_inv_out);
+    if (index == 0 && threadIdx.x == 0) *scale_inv_out = *scale_inv;
     __syncthreads();
     if (is_aligned) {
         store_transposed<In, true>(tile, units, static_cast<u8*>(transposed), rows, cols);
@@ -140,6 +142,34 @@ __device__ __forceinline__ void quantize_transpose(const void* x, void* data, vo
         store_transposed<In, false>(tile, units, static_cast<u8*>(transposed), rows, cols);
     }
     if (amax_out != nullptr) merge_block_amax<kThreads / 32>(warp_amax, amax_out);
+}
+
+// ---- many matrices in one launch -----------------------------------------------------------------------------------
+
+// One of them, as quantize_table.py writes it: addresses, shape, and whether every vector of it is aligned.
+struct Entry {
+    i64 x, data, transposed, scale, scale_inv, scale_inv_out, amax, rows, cols, is_aligned;
+};
+
+// The compiler cannot know that the table's addresses are of global memory, and would issue slower generic accesses.
+template <typename T>
+__device__ __forceinline__ T* as_global(i64 address) {
+    T* pointer = reinterpret_cast<T*>(address);
+#ifndef GRAPHRT_EMULATION
+    __builtin_assume(__isGlobal(pointer));
+#endif
+    return pointer;
+}
+
+// A block takes one tile: `tiles` holds entry << 32 | tile of the entry.
+template <typename In, typename Out>
+__device__ __forceinline__ void quantize_many(const Entry* __restrict__ entries, const i64* __restrict__ tiles) {
+    const i64 word = tiles[blockIdx.x];
+    const Entry& entry = entries[word >> 32];
+    quantize_transpose<In, Out>((u32)word, as_global<const void>(entry.x), as_global<void>(entry.data),
+                                as_global<void>(entry.transposed), as_global<const float>(entry.scale),
+                                as_global<const float>(entry.scale_inv), as_global<float>(entry.scale_inv_out),
+                                reinterpret_cast<int*>(entry.amax), entry.rows, entry.cols, entry.is_aligned);
 }
 
 // ---- flat: row-major alone, or the amax alone ----------------------------------------------------------------------
@@ -220,8 +250,8 @@ __device__ __forceinline__ void record_amax(const void* x_bytes, int* amax_out, 
     extern "C" __global__ void __launch_bounds__(kThreads) graphrt_quantize_transpose_##in_name##_##out_name(        \
         const void* x, void* data, void* transposed, const float* scale, const float* scale_inv,                     \
         float* scale_inv_out, int* amax, i64 rows, i64 cols, i64 is_aligned) {                                       \
-        quantize_transpose<In, Out>(x, data, transposed, scale, scale_inv, scale_inv_out, amax, rows, cols,          \
-                                    is_aligned);                                                                     \
+        quantize_transpose<In, Out>(blockIdx.x, x, data, transposed, scale, scale_inv, scale_inv_out, amax, rows,    \
+                                    cols, is_aligned);                                                               \
     }                                                                                                                \
     extern "C" __global__ void __launch_bounds__(kThreads) graphrt_quantize_rows_##in_name##_##out_name(             \
         const void* x, void* data, const float* scale, const float* scale_inv, float* scale_inv_out, int* amax,      \
@@ -232,6 +262,10 @@ __device__ __forceinline__ void record_amax(const void* x_bytes, int* amax_out, 
 #define GRAPHRT_INPUT(in_name, In)                                                                                   \
     GRAPHRT_QUANTIZE(in_name, In, e4m3, E4m3)                                                                        \
     GRAPHRT_QUANTIZE(in_name, In, e5m2, E5m2)                                                                        \
+    extern "C" __global__ void __launch_bounds__(kThreads, 4) graphrt_quantize_many_##in_name##_e4m3(                \
+        const Entry* entries, const i64* tiles) {                                                                    \
+        quantize_many<In, E4m3>(entries, tiles);                                                                     \
+    }                                                                                                                \
     extern "C" __global__ void __launch_bounds__(kThreads) graphrt_record_amax_##in_name(                            \
         const void* x, int* amax, i64 count, i64 is_aligned) {                                                       \
         record_amax<In>(x, amax, count, is_aligned);                                                                 \

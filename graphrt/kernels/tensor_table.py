@@ -12,7 +12,7 @@ from torch import Tensor
 from graphrt import guards
 from graphrt.errors import GraphrtError
 
-__all__ = ["NUM_NORM_BLOCKS", "TableCache", "TensorTable", "describe"]
+__all__ = ["NUM_NORM_BLOCKS", "TableCache", "TensorTable", "block_map", "describe", "upload"]
 
 # These mirror the constants of grad_norm.cu and adamw.cu.
 _CHUNK = 8192  # elements a block takes at once
@@ -74,14 +74,11 @@ class TensorTable:
     def on_device(self) -> _DeviceTable:
         """The table in the device's memory; made without a sync."""
         first = self.columns[0]
-        chunks = _chunk_map([x.numel() for x in first])
+        chunks = block_map([-(-x.numel() // _CHUNK) for x in first])
         pointers = np.array([[x.data_ptr() for x in column] for column in self.columns], dtype=np.int64)
         sizes = np.array([x.numel() for x in first], dtype=np.int64)
         codes = np.array([_DTYPE_CODES[x.dtype] for x in first], dtype=np.int64)
-        host = torch.from_numpy(np.concatenate([pointers.ravel(), sizes, codes, chunks]))
-        if self.device.type == "cuda":
-            host = host.pin_memory()
-        words = host.to(self.device, non_blocking=True)
+        words = upload(np.concatenate([pointers.ravel(), sizes, codes, chunks]), self.device)
         start = words.data_ptr()
         return _DeviceTable(
             words=words,
@@ -133,11 +130,17 @@ def _is_under_capture(columns: Sequence[Sequence[Tensor]]) -> bool:
     return any(column[0].is_cuda for column in columns[:1] if column) and guards.is_capturing()
 
 
-def _chunk_map(sizes: list[int]) -> np.ndarray:
-    """[num_chunks] int64, ``row << 32 | chunk of the row``, rows in order."""
-    num_chunks = np.array([-(-size // _CHUNK) for size in sizes], dtype=np.int64)
-    rows = np.repeat(np.arange(len(sizes), dtype=np.int64), num_chunks)
-    starts = np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)
+def upload(words: np.ndarray, device: torch.device) -> Tensor:
+    """``words`` in the memory of ``device``, without a sync."""
+    host = torch.from_numpy(words)
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+
+
+def block_map(num_blocks: Sequence[int]) -> np.ndarray:
+    """What each block of a grid works on, int64: ``row << 32 | block of the row``, rows in order, ``num_blocks`` of each."""
+    counts = np.array(num_blocks, dtype=np.int64)
+    rows = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
+    starts = np.repeat(np.cumsum(counts) - counts, counts)
     return rows << 32 | np.arange(len(rows), dtype=np.int64) - starts
 
 

@@ -104,4 +104,5 @@ def quantize_kernels() -> list[str]:
     """Names of every kernel the sources must hold."""
     inputs, outputs = ("bf16", "fp16", "fp32"), ("e4m3", "e5m2")
     quantizing = [f"graphrt_quantize_{kind}_{i}_{o}" for kind in ("rows", "transpose") for i in inputs for o in outputs]
+    quantizing += [f"graphrt_quantize_many_{i}_e4m3" for i in inputs]
     return sorted(quantizing + [f"graphrt_record_amax_{i}" for i in inputs])

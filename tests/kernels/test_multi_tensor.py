@@ -230,7 +230,7 @@ def test_reference_reads_nothing_on_the_host():
 
 def test_chunks_cover_every_element_once():
     sizes = [0, 1, CHUNK, CHUNK + 1, 0, 3 * CHUNK]
-    chunks = tensor_table._chunk_map(sizes).tolist()
+    chunks = tensor_table.block_map([-(-size // CHUNK) for size in sizes]).tolist()
     assert [(entry >> 32, entry & 0xFFFFFFFF) for entry in chunks] == [(1, 0), (2, 0), (3, 0), (3, 1), (5, 0), (5, 1), (5, 2)]
 
 

@@ -1,0 +1,171 @@
+"""FP8 weights of captured steps: where they are, and the one launch that makes all of them.
+
+An eager step quantizes a weight where its linear first needs it. A captured step can make them all at once, where its
+region opens, if that gives the same bits: the weight and its scale are the same then, and amaxes merge by max. Which weights
+that holds for is learnt from the last warmup step, which the captured one repeats: those that were quantized once, by a
+training forward, from what they held when the region opened. A weight that no forward uses must not get an amax, so a
+captured step that does not use all of them is refused. Others are quantized where they are needed, as in an eager step.
+
+An edit through ``weight.data`` inside a step, before its forward, moves no version and is not seen; one between steps is
+honoured, as every replay quantizes anew.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from graphrt import kernels
+from graphrt.capture.record_mode import uncompared
+from graphrt.errors import CaptureError
+from graphrt.kernels import QuantizedTensor, QuantizeEntry, QuantizeTable, QuantizeTo
+from graphrt.linear import Float8Linear, WeightKey
+from graphrt.region import RegionRecord
+
+__all__ = ["StepWeights", "WeightStorage"]
+
+
+class _StoredWeight:
+    """Storage of one linear's FP8 weight outside any graph's pool, and what the step under way did with it."""
+
+    def __init__(self, linear: Float8Linear) -> None:
+        dtype = linear.quantization_state.recipe.fp8_format.forward_dtype
+        self.quantized: QuantizedTensor = kernels.allocate(linear.weight.detach(), dtype, True)
+        self.begin(None)
+
+    def begin(self, key: WeightKey | None) -> None:
+        """A step's region opens; ``key`` is that of a training forward of the weight as it is now, None if it cannot be told."""
+        self.key, self.num_writes, self.num_reads, self.is_predictable = key, 0, 0, False
+
+    def writing(self, key: WeightKey, is_recording: bool) -> AbstractContextManager[None]:
+        """A forward quantizes; a captured step may do this elsewhere, so the comparison of steps leaves it out."""
+        self.is_predictable = self.num_writes == 0 and is_recording and key == self.key
+        self.num_writes += 1
+        return uncompared()
+
+    def note_read(self) -> None:
+        """A forward uses what is there."""
+        self.num_reads += 1
+
+
+class WeightStorage:
+    """The FP8 weights of a model, for all graphs of a runner."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._stored: dict[Float8Linear, _StoredWeight] = {}
+
+    @contextmanager
+    def attached(self) -> Iterator[dict[Float8Linear, _StoredWeight]]:
+        """Inside the block FP8 weights go to storage of their own."""
+        linears = [module for module in self.model.modules() if isinstance(module, Float8Linear)]
+        for linear in linears:
+            if linear not in self._stored:
+                self._stored[linear] = _StoredWeight(linear)
+            linear.static_weight = self._stored[linear]
+        try:
+            yield {linear: self._stored[linear] for linear in linears}
+        finally:
+            for linear in linears:
+                linear.static_weight = None
+
+    def clear(self) -> None:
+        """Free them."""
+        self._stored.clear()
+
+
+class StepWeights:
+    """The FP8 weights of the step of one batch shape."""
+
+    def __init__(self, storage: WeightStorage) -> None:
+        self._storage = storage
+        self._in_step: dict[Float8Linear, _StoredWeight] = {}
+        self._learnt: list[Float8Linear] = []
+        self._batched: list[Float8Linear] = []
+        self._table: QuantizeTable | None = None  # of the captured step; the graph reads it at every replay
+        self._is_batching = False
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Surrounds one step."""
+        with self._storage.attached() as self._in_step:
+            yield
+
+    def open_record(self, record: RegionRecord) -> None:
+        """The step's region opens: note what the weights are now, and make those that `batched` says."""
+        for linear, stored in self._in_step.items():
+            stored.begin(_training_key(linear, record))
+        if not (self._is_batching and self._table is not None and record.has_gradients):
+            return
+        with uncompared():
+            kernels.quantize_many(self._table)
+        for linear in self._batched:
+            stored = self._in_step[linear]
+            assert stored.key is not None
+            linear.take_weight(stored.key, stored.quantized)
+
+    def learn(self) -> None:
+        """Take in what the step just run did, for the one to be captured."""
+        self._learnt = [linear for linear, stored in self._in_step.items() if stored.is_predictable and stored.num_writes == 1]
+
+    @contextmanager
+    def batched(self) -> Iterator[None]:
+        """Steps inside the block make the weights that `learn` found by one launch. Enter it before a capture: it copies to the device."""
+        with self._storage.attached() as stored:
+            self._batched = [linear for linear in self._learnt if linear in stored and _can_batch(linear)]
+            entries = [_entry(linear, stored[linear].quantized) for linear in self._batched]
+        self._table, self._is_batching = QuantizeTable(entries) if entries else None, True
+        try:
+            yield
+        except BaseException:
+            self.drop_table()
+            raise
+        finally:
+            self._is_batching = False
+
+    def check(self) -> None:
+        """Raise CaptureError if the captured step did otherwise than the last warmup step with a weight made by the one launch."""
+        for linear in self._batched:
+            stored = self._in_step[linear]
+            if stored.num_writes or not stored.num_reads:
+                name = next((name for name, module in self._storage.model.named_modules() if module is linear), "")
+                raise CaptureError(
+                    f"{name}.weight was used in the last warmup step, and "
+                    f"{'changed inside' if stored.num_writes else 'not used in'} the captured step. "
+                    "Make every step use the same layers, and edit parameters between steps."
+                )
+
+    def drop_table(self) -> None:
+        """Free what the one launch reads. No graph captured with it may be replayed any more."""
+        self._table, self._batched = None, []
+
+    def close(self) -> None:
+        """Let go of the weights."""
+        self.drop_table()
+        self._in_step, self._learnt = {}, []
+
+
+def _training_key(linear: Float8Linear, record: RegionRecord) -> WeightKey | None:
+    """The key under which a training forward looks the weight up; None for a weight that is computed anew at each access."""
+    weight = _parameter(linear)
+    return None if weight is None else WeightKey(record.serial, weight._version, weight.data_ptr(), True, True)
+
+
+def _parameter(linear: Float8Linear) -> Tensor | None:
+    return linear._parameters.get("weight")
+
+
+def _can_batch(linear: Float8Linear) -> bool:
+    weight = _parameter(linear)
+    is_plain = weight is not None and weight.is_contiguous() and weight.numel() > 0
+    # Counted casts go one by one.
+    return is_plain and not linear.quantization_state.is_counting_saturation
+
+
+def _entry(linear: Float8Linear, out: QuantizedTensor) -> QuantizeEntry:
+    state = linear.quantization_state
+    scales, dtype = state.scales, state.recipe.fp8_format.forward_dtype
+    with torch.no_grad():
+        to = QuantizeTo(scales.scale, scales.scale_inv, linear.slots.weight, dtype, state.staging_row, True)
+        return QuantizeEntry(linear.weight.detach(), to, out)

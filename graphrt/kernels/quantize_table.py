@@ -1,0 +1,129 @@
+"""Many matrices quantized in one launch, from a table of addresses on the device.
+
+Each gets what one :func:`graphrt.kernels.quantize` with the transposed copy would give it, bit for bit, from the same device
+code; a block takes one tile of one matrix. On a CPU the reference goes through the table in order.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from graphrt.kernels import device, reference
+from graphrt.kernels.quantized import QuantizedTensor, QuantizeTo, check_arguments, check_out
+from graphrt.kernels.tensor_table import block_map, upload
+
+__all__ = ["QuantizeEntry", "QuantizeTable", "quantize_many"]
+
+# These mirror the constants of quantize.cu.
+_THREADS = 256
+_TILE_ROWS, _TILE_COLS = 128, 64
+
+_KERNELS = {torch.bfloat16: "graphrt_quantize_many_bf16_e4m3", torch.float16: "graphrt_quantize_many_fp16_e4m3"}
+_KERNELS |= {torch.float32: "graphrt_quantize_many_fp32_e4m3"}
+
+
+class QuantizeEntry(NamedTuple):
+    """One matrix to quantize: the arguments of one :func:`graphrt.kernels.quantize`."""
+
+    x: Tensor  # [rows, cols] bf16, fp16 or fp32, contiguous, not empty
+    to: QuantizeTo  # e4m3, with the transposed copy
+    out: QuantizedTensor
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """The entries of one input dtype as a kernel reads them."""
+
+    kernel: str
+    words: Tensor  # int64: entries [n, 10], tiles [num_tiles]
+    addresses: tuple[int, int]  # where those two start
+    num_tiles: int
+
+
+class QuantizeTable:
+    """What :func:`quantize_many` quantizes, in the form its kernels want. It holds the tensors; their addresses must stay.
+
+    Args:
+        entries: not empty, all on one device, any mix of input dtypes. Several may share an input, or a slot; no two an output.
+
+    Raises:
+        ValueError: an entry is not as :class:`QuantizeEntry` says; the message names its place.
+    """
+
+    def __init__(self, entries: Sequence[QuantizeEntry]) -> None:
+        _check(entries)
+        self.entries = tuple(entries)
+        self.device = self.entries[0].x.device
+        if self.device.type == "cuda":
+            _ = self.launches  # now: a later first use could be under capture, which refuses the copy
+
+    @cached_property
+    def launches(self) -> tuple[_Launch, ...]:
+        """One for each input dtype, in the device's memory; made without a sync."""
+        groups: dict[torch.dtype, list[QuantizeEntry]] = {}
+        for entry in self.entries:
+            groups.setdefault(entry.x.dtype, []).append(entry)
+        return tuple(self._make_launch(dtype, entries) for dtype, entries in groups.items())
+
+    def _make_launch(self, dtype: torch.dtype, entries: list[QuantizeEntry]) -> _Launch:
+        rows = np.array([_row(entry) for entry in entries], dtype=np.int64)
+        tiles = block_map([-(-entry.x.shape[0] // _TILE_ROWS) * -(-entry.x.shape[1] // _TILE_COLS) for entry in entries])
+        words = upload(np.concatenate([rows.ravel(), tiles]), self.device)
+        return _Launch(_KERNELS[dtype], words, (words.data_ptr(), words.data_ptr() + rows.nbytes), len(tiles))
+
+
+def quantize_many(table: QuantizeTable) -> None:
+    """Quantize every matrix of ``table``, each read once: as one :func:`graphrt.kernels.quantize` an entry, bit for bit.
+
+    One launch for each input dtype. No host sync; may be captured in a CUDA graph, which reads the table at every replay.
+
+    Raises:
+        GraphrtError: the kernels cannot be compiled or loaded for the device.
+    """
+    if table.device.type == "cuda":
+        _launch(table)
+        return
+    for x, to, out in table.entries:
+        reference.quantize(x, to.scale, to.scale_inv, to.slot, to.dtype, amax=to.amax, transpose=True, out=out)
+
+
+def _launch(table: QuantizeTable) -> None:
+    index = table.entries[0].x.get_device()
+    for launch in table.launches:
+        device.launch(index, launch.kernel, launch.num_tiles, _THREADS, launch.addresses)
+
+
+def _row(entry: QuantizeEntry) -> tuple[int, ...]:
+    """The entry as the struct of quantize.cu."""
+    x, to, out = entry
+    assert out.transposed is not None
+    rows, cols = x.shape
+    matrices = (x.data_ptr(), out.data.data_ptr(), out.transposed.data_ptr())
+    is_aligned = all(address % 16 == 0 for address in matrices) and cols * x.element_size() % 16 == 0
+    scales = (to.scale.data_ptr() + 4 * to.slot, to.scale_inv.data_ptr() + 16 * to.slot, out.scale_inv.data_ptr())
+    amax = 0 if to.amax is None else to.amax.data_ptr() + 4 * to.slot
+    return *matrices, *scales, amax, rows, cols, int(is_aligned)
+
+
+def _check(entries: Sequence[QuantizeEntry]) -> None:
+    if not entries:
+        raise ValueError("entries is empty, expected at least one. Leave the call out if there is nothing to quantize.")
+    expected_device = entries[0].x.device
+    for i, (x, to, out) in enumerate(entries):
+        try:
+            check_arguments(x, to.scale, to.scale_inv, to.slot, to.dtype, to.amax)
+            check_out(out, x, to.dtype, True)
+        except ValueError as error:
+            raise ValueError(f"Entry {i}: {error}") from error
+        if to.dtype is not torch.float8_e4m3fn or not to.transpose:
+            raise ValueError(f"Entry {i} asks for {to.dtype} with transpose={to.transpose}, expected torch.float8_e4m3fn with both copies.")
+        if x.device != expected_device or not x.is_contiguous() or x.numel() == 0:
+            raise ValueError(
+                f"Entry {i} has x of shape {list(x.shape)} and strides {list(x.stride())} on {x.device}, "
+                f"expected a contiguous matrix that is not empty on {expected_device}."
+            )

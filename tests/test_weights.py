@@ -1,0 +1,291 @@
+"""The captured step makes its FP8 weights by one launch, with the bits, amaxes and scales of an eager step."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from stepping import (
+    KINDS,
+    NUM_STEPS,
+    TokenModel,
+    assert_captured_equals_eager,
+    assert_same_trajectory,
+    deterministic,
+    make_trainer,
+    run,
+    token_batch,
+    token_batches,
+    token_loss,
+)
+from torch import Tensor, nn
+
+import graphrt
+from graphrt import kernels
+from graphrt.capture import weights as capture_weights
+from graphrt.capture.record_mode import uncompared
+from graphrt.capture.recorder import compare, record
+from graphrt.capture.runner import CapturedRunner
+from graphrt.linear import Float8Linear
+
+
+@pytest.fixture(autouse=True)
+def _bitwise() -> Iterator[None]:
+    with deterministic():
+        yield
+
+
+class WeightLog:
+    """Slots of the weights that each step quantizes: one by one, and by one launch. Replays on a device issue nothing."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.single: list[int] = []
+        self.batched: list[list[int]] = []
+        quantize, quantize_many = kernels.quantize, kernels.quantize_many
+
+        def logged(x: Tensor, scale: Tensor, scale_inv: Tensor, slot: int, dtype: torch.dtype, **options: Any) -> Any:
+            if options.get("out") is not None:
+                self.single.append(slot)
+            return quantize(x, scale, scale_inv, slot, dtype, **options)
+
+        def logged_many(table: kernels.QuantizeTable) -> None:
+            self.batched.append([entry.to.slot for entry in table.entries])
+            quantize_many(table)
+
+        monkeypatch.setattr(kernels, "quantize", logged)
+        monkeypatch.setattr(kernels, "quantize_many", logged_many)
+
+    def take(self) -> tuple[list[int], list[list[int]]]:
+        taken = self.single, self.batched
+        self.single, self.batched = [], []
+        return taken
+
+
+def weight_slots(trainer: graphrt.Trainer) -> dict[str, int]:
+    modules = trainer.model.named_modules()
+    return {name: module.slots.weight for name, module in modules if isinstance(module, Float8Linear)}
+
+
+def captured_slots(monkeypatch: pytest.MonkeyPatch, device: torch.device, **options: Any) -> tuple[list[str], list[list[str]]]:
+    """Names of the linears whose weights the captured step made one by one, and by one launch."""
+    log = WeightLog(monkeypatch)
+    with make_trainer("graph", device, **options) as trainer:
+        names = {slot: name for name, slot in weight_slots(trainer).items()}
+        for step in range(2):
+            trainer.step(token_batch(step))
+            single, batched = log.take()
+            assert single
+            assert not batched
+        trainer.step(token_batch(2))
+        single, batched = log.take()
+        trainer.step(token_batch(3))
+        assert log.take() == ([], []), "a replay issued Python"
+    return [names[slot] for slot in single], [[names[slot] for slot in slots] for slots in batched]
+
+
+LINEARS = ["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down", "head"]
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_the_captured_step_holds_one_launch_for_all_weights(device: torch.device, num: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    single, batched = captured_slots(monkeypatch, device, grad_accum_steps=num)
+    assert single == []
+    assert [sorted(names) for names in batched] == [sorted(LINEARS)]
+
+
+@pytest.mark.parametrize("kind", ["graphrt", "graphrt-reentrant", "own"])
+def test_checkpointed_layers_are_in_the_launch(device: torch.device, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    single, batched = captured_slots(monkeypatch, device, model={"wrap": KINDS[kind]})
+    assert single == []
+    assert [sorted(names) for names in batched] == [sorted(LINEARS)]
+
+
+def test_an_unused_weight_gets_no_amax(device: torch.device) -> None:
+    options: dict[str, Any] = {"model": {"has_unused": True}}
+    assert_captured_equals_eager(device, **options)
+    with make_trainer("graph", device, **options) as trainer:
+        run(trainer, token_batches())
+        assert trainer.state is not None
+        assert not trainer.state.amax_history("unused.weight").any()
+        assert trainer.state.amax_history("head.weight")[1:].all()
+
+
+class TeacherModel(TokenModel):
+    """With a linear used without gradients only, one used so first, one used so last, and one in a disabled region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher, self.plain = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        with torch.no_grad():
+            target = self.teacher(x) + self.blocks[0](x)
+        with graphrt.fp8_autocast(enabled=False):
+            x = x + self.plain(x)
+        x = self.blocks[1](self.blocks[0](x)) + target
+        with torch.no_grad():
+            target = self.teacher(x) + self.blocks[1](x)
+        return self.head(x + target)
+
+
+def test_only_weights_of_plain_training_forwards_are_in_the_launch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    single, batched = captured_slots(monkeypatch, device, model=TeacherModel)
+    assert [sorted(names) for names in batched] == [["blocks.1.down", "blocks.1.up", "head"]]
+    assert {"teacher", "blocks.0.up", "blocks.0.down"} == set(single)
+    monkeypatch.undo()
+    assert_captured_equals_eager(device, model=TeacherModel)
+
+
+class EditingModel(TokenModel):
+    """Edits the weight of its head before each use."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.head.weight.clamp_(-0.1, 0.1)
+        return super().forward(tokens)
+
+
+def test_a_weight_edited_in_the_step_before_its_use_is_not_in_the_launch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    single, batched = captured_slots(monkeypatch, device, model=EditingModel)
+    assert single == ["head"]
+    assert [sorted(names) for names in batched] == [sorted(LINEARS[:-1])]
+    monkeypatch.undo()
+    assert_captured_equals_eager(device, model=EditingModel)
+
+
+class TiedModel(TokenModel):
+    """Two linears, with slots of their own, share one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].up.weight = self.blocks[0].up.weight
+
+
+def test_linears_that_share_a_weight_quantize_it_each(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    single, batched = captured_slots(monkeypatch, device, model=TiedModel)
+    assert single == []
+    assert [sorted(names) for names in batched] == [sorted(LINEARS)]
+    monkeypatch.undo()
+    assert_captured_equals_eager(device, model=TiedModel)
+
+
+def test_microbatches_with_checkpoints_and_tied_weights_equal_eager(device: torch.device) -> None:
+    assert_captured_equals_eager(device, model={"wrap": KINDS["graphrt"], "is_tied": True, "dropout": 0.2}, grad_accum_steps=2)
+
+
+class LengthModel(TokenModel):
+    """Longer sequences take another layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.short, self.long = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = x + (self.short if tokens.shape[1] <= 16 else self.long)(x)
+        return self.head(self.blocks[0](x))
+
+
+def test_each_shape_has_its_own_set(device: torch.device) -> None:
+    batches = [token_batch(step, seq=32 if step % 2 else 16) for step in range(2 * NUM_STEPS)]
+    with make_trainer("eager", device, model=LengthModel) as trainer:
+        expected = run(trainer, batches)
+    with make_trainer("graph", device, model=LengthModel, max_graphs=2) as trainer:
+        actual = run(trainer, batches)
+        report = trainer.report()
+        assert report.capture is not None
+        assert report.capture.num_graphs == 2
+    assert_same_trajectory(actual, expected)
+
+
+class FirstStepModel(TokenModel):
+    """Uses a layer in its first two calls (calibration and the first warmup step) only."""
+
+    def __init__(self) -> None:
+        super().__init__(has_unused=True)
+        self.num_calls = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.num_calls += 1
+        if self.num_calls <= 2:
+            return super().forward(tokens) + 0.0 * self.unused(self.embedding(tokens)).sum()
+        return super().forward(tokens)
+
+
+def test_a_layer_of_the_first_warmup_step_only_is_not_in_the_launch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    single, batched = captured_slots(monkeypatch, device, model=FirstStepModel)
+    assert single == []
+    assert [sorted(names) for names in batched] == [sorted(LINEARS)]
+    monkeypatch.undo()
+    assert_captured_equals_eager(device, model=FirstStepModel)
+
+
+def test_a_weight_that_the_captured_step_does_not_use_is_refused(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a comparison of the operations, as for models with compiled parts."""
+    monkeypatch.setattr(CapturedRunner, "can_observe", False)
+    is_used = [True]
+
+    def loss_fn(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        x = model.blocks[0](model.embedding(batch["tokens"]))
+        x = model.blocks[1](x) if is_used[0] else x + 0.0 * sum(p.sum() for p in model.blocks[1].parameters())
+        return F.cross_entropy(model.head(x).flatten(0, 1).float(), batch["labels"].flatten())
+
+    with make_trainer("graph", device, loss_fn=loss_fn) as trainer:
+        trainer.step(token_batch(0))
+        trainer.step(token_batch(1))
+        is_used[0] = False
+        before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+        with pytest.raises(graphrt.CaptureError, match=r"blocks\.1\.up\.weight was used in the last warmup .* not used in the captured"):
+            trainer.step(token_batch(2))
+        assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+        is_used[0] = True
+        trainer.step(token_batch(2))
+
+
+def test_weights_edited_between_replays_are_quantized_anew(device: torch.device) -> None:
+    def edit(trainer: graphrt.Trainer, step: int) -> None:
+        if step > 2:
+            with torch.no_grad():
+                trainer.model.get_parameter("head.weight").mul_(1.25)
+
+    assert_captured_equals_eager(device, before_step=edit)
+
+
+def test_the_comparison_of_steps_leaves_out_what_is_issued_elsewhere() -> None:
+    x = torch.ones(4)
+
+    def step(is_first: bool) -> None:
+        if is_first:
+            with uncompared():
+                x.mul_(2)
+        x.add_(1)
+        if not is_first:
+            with uncompared():
+                x.mul_(2)
+
+    first, second = record(lambda: step(True))[0], record(lambda: step(False))[0]
+    assert compare(first, second) == []
+    assert first.num_nodes == second.num_nodes == 2
+    x.fill_(1)
+    second.replay()
+    assert x.tolist() == [4.0] * 4
+
+
+def test_a_closed_trainer_keeps_no_weights() -> None:
+    storages: list[capture_weights.WeightStorage] = []
+    init = capture_weights.WeightStorage.__init__
+
+    def kept(self: capture_weights.WeightStorage, model: nn.Module) -> None:
+        init(self, model)
+        storages.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capture_weights.WeightStorage, "__init__", kept)
+        trainer = make_trainer("graph", loss_fn=token_loss)
+        for step in range(3):
+            trainer.step(token_batch(step))
+        assert storages[0]._stored
+        trainer.close()
+    assert not storages[0]._stored
