@@ -43,9 +43,23 @@ Examples:
   graphrt train --out runs/proof --check-parity 8
 
 Ctrl-C stops after the current step with a checkpoint; --resume goes on from there, bit for bit. The run folder holds settings.json,
-metrics.jsonl, checkpoint.pt, slots.json, slots_history.jsonl, summary.json and loss.png.
+metrics.jsonl, checkpoint.pt, slots.json, slots_history.jsonl, summary.json and loss.png; graphrt report shows it.
 """
 
+
+_REPORT_HELP = """Show a run, finished or not: a summary, its worst FP8 slots, and a picture.
+
+The picture has loss, gradient norm, step time, the share of the device's time between replays, and scale and amax of FP8 slots over
+the steps. Shares of saturated and underflowed elements are sampled: one step, run eagerly when the run ends.
+
+Examples:
+
+  graphrt report runs/first
+
+  graphrt report runs/first --slot 'blocks.0.*.grad_output' --slot '*.w2.input' --out grads.svg
+
+  graphrt report runs/first --json
+"""
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line.
@@ -190,6 +204,23 @@ def train(
         "eval_every": eval_every, "save_every": save_every, "slots_every": slots_every,
     }  # fmt: skip
     raise typer.Exit(_run_training(options, out or Path("runs") / (preset or "tiny"), resume, all_slots, parity, tensorboard))
+
+
+@app.command(help=_REPORT_HELP)
+def report(
+    run: Annotated[Path, typer.Argument(help="A run folder: the --out of a graphrt train.", metavar="RUN", show_default=False)],
+    slots: Annotated[
+        list[str] | None,
+        _option("--slot", help="Slots to show and draw, with * and ?. Repeatable.", default="the worst", metavar="PATTERN"),
+    ] = None,
+    out: Annotated[Path | None, _option("--out", help="The picture: .png, .svg or .pdf.", default="RUN/report.png", metavar="FILE")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+) -> None:
+    from rich.console import Console
+
+    from graphrt.runreport import report_run
+
+    report_run(run, Console(), patterns=slots or (), out=out, as_json=as_json)
 
 
 @app.command()
