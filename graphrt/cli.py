@@ -61,6 +61,14 @@ Examples:
   graphrt report runs/first --json
 """
 
+_DOCTOR_HELP = """Say what works on this machine, what does not and why, in a form to paste into a bug report.
+
+Prints versions, device and driver, then tries each thing for real, in a process of its own that is given up when it hangs: compiling
+a kernel, capturing a CUDA graph, an FP8 GEMM, a captured training step against an eager one, profilers. Needs no GPU: what only a
+GPU can do is listed as not here. Exit code 1 if something that should work here does not.
+"""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line.
 
@@ -221,6 +229,13 @@ def report(
     from graphrt.runreport import report_run
 
     report_run(run, Console(), patterns=slots or (), out=out, as_json=as_json)
+
+
+@app.command(help=_DOCTOR_HELP)
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False) -> None:
+    from graphrt.doctor import examine
+
+    raise typer.Exit(examine(as_json=as_json))
 
 
 @app.command()
