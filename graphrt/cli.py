@@ -43,7 +43,29 @@ Examples:
   graphrt train --out runs/proof --check-parity 8
 
 Ctrl-C stops after the current step with a checkpoint; --resume goes on from there, bit for bit. The run folder holds settings.json,
-metrics.jsonl, checkpoint.pt, slots.json and loss.png.
+metrics.jsonl, checkpoint.pt, slots.json, slots_history.jsonl, summary.json and loss.png; graphrt report shows it.
+"""
+
+
+_REPORT_HELP = """Show a run, finished or not: a summary, its worst FP8 slots, and a picture.
+
+The picture has loss, gradient norm, step time, the share of the device's time between replays, and scale and amax of FP8 slots over
+the steps. Shares of saturated and underflowed elements are sampled: one step, run eagerly when the run ends.
+
+Examples:
+
+  graphrt report runs/first
+
+  graphrt report runs/first --slot 'blocks.0.*.grad_output' --slot '*.w2.input' --out grads.svg
+
+  graphrt report runs/first --json
+"""
+
+_DOCTOR_HELP = """Say what works on this machine, what does not and why, in a form to paste into a bug report.
+
+Prints versions, device and driver, then tries each thing for real, in a process of its own that is given up when it hangs: compiling
+a kernel, capturing a CUDA graph, an FP8 GEMM, a captured training step against an eager one, profilers. Needs no GPU: what only a
+GPU can do is listed as not here. Exit code 1 if something that should work here does not.
 """
 
 
@@ -65,7 +87,8 @@ def main(argv: list[str] | None = None) -> int:
         format_message: Callable[[], str] | None = getattr(error, "format_message", None)
         if format_message is None:
             raise
-        return _complain(_one_line(format_message()), _INPUT_EXIT_CODE) if format_message() else _INPUT_EXIT_CODE
+        command = getattr(getattr(error, "ctx", None), "command_path", "graphrt")
+        return _complain(_one_line(format_message(), command), _INPUT_EXIT_CODE) if format_message() else _INPUT_EXIT_CODE
 
 
 def _complain(message: str, exit_code: int) -> int:
@@ -73,8 +96,8 @@ def _complain(message: str, exit_code: int) -> int:
     return exit_code
 
 
-def _one_line(message: str) -> str:
-    return " ".join(message.split()).rstrip(".") + ". Run graphrt train --help for the options."
+def _one_line(message: str, command: str) -> str:
+    return " ".join(message.split()).rstrip(".") + f". Run {command} --help for the options."
 
 
 def _show_version(is_wanted: bool) -> None:
@@ -165,6 +188,13 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.", rich_help_panel=_FOLDER)] = False,
     eval_every: Annotated[int | None, _option(help="Steps between validations.", default="a fifth of the steps", panel=_FOLDER)] = None,
     save_every: Annotated[int | None, _option(help="Steps between checkpoints.", default="as --eval-every", panel=_FOLDER)] = None,
+    slots_every: Annotated[
+        int | None,
+        _option(help="Steps between records of every FP8 slot's scale and amax.", default="a 200th of the steps", panel=_FOLDER),
+    ] = None,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write TensorBoard events to the run folder too.", rich_help_panel=_FOLDER)
+    ] = False,
     all_slots: Annotated[bool, typer.Option("--all-slots", help="Show every FP8 slot at the end.", rich_help_panel=_FOLDER)] = False,
     parity: Annotated[
         int,
@@ -179,9 +209,33 @@ def train(
         "preset": preset, "text": tuple(text or ()) + tuple(files or ()), "tokens": tokens, "token_dtype": token_dtype,
         "vocab_size": vocab_size, "seq_len": seq_len, "batch_size": batch_size, "grad_accum": grad_accum, "steps": steps, "lr": lr,
         "warmup": warmup, "seed": seed, "precision": precision, "checkpointing": checkpointing, "mode": mode, "device": device,
-        "eval_every": eval_every, "save_every": save_every,
+        "eval_every": eval_every, "save_every": save_every, "slots_every": slots_every,
     }  # fmt: skip
-    raise typer.Exit(_run_training(options, out or Path("runs") / (preset or "tiny"), resume, all_slots, parity))
+    raise typer.Exit(_run_training(options, out or Path("runs") / (preset or "tiny"), resume, all_slots, parity, tensorboard))
+
+
+@app.command(help=_REPORT_HELP)
+def report(
+    run: Annotated[Path, typer.Argument(help="A run folder: the --out of a graphrt train.", metavar="RUN", show_default=False)],
+    slots: Annotated[
+        list[str] | None,
+        _option("--slot", help="Slots to show and draw, with * and ?. Repeatable.", default="the worst", metavar="PATTERN"),
+    ] = None,
+    out: Annotated[Path | None, _option("--out", help="The picture: .png, .svg or .pdf.", default="RUN/report.png", metavar="FILE")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+) -> None:
+    from rich.console import Console
+
+    from graphrt.runreport import report_run
+
+    report_run(run, Console(), patterns=slots or (), out=out, as_json=as_json)
+
+
+@app.command(help=_DOCTOR_HELP)
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False) -> None:
+    from graphrt.doctor import examine
+
+    raise typer.Exit(examine(as_json=as_json))
 
 
 @app.command()
@@ -230,7 +284,7 @@ def _describe(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
-def _run_training(options: dict[str, Any], out: Path, resume: bool, all_slots: bool, parity: int) -> int:
+def _run_training(options: dict[str, Any], out: Path, resume: bool, all_slots: bool, parity: int, tensorboard: bool) -> int:
     if parity:
         # cuBLAS reads it when it starts; without it two runs of one step may differ.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -244,7 +298,9 @@ def _run_training(options: dict[str, Any], out: Path, resume: bool, all_slots: b
     folder = RunFolder(out)
     settings = change_settings(folder.load_settings(), options) if resume else make_settings(options)
     try:
-        return run(settings, folder, Console(), resume=resume, show_all_slots=all_slots, num_parity_steps=parity)
+        return run(
+            settings, folder, Console(), resume=resume, show_all_slots=all_slots, num_parity_steps=parity, use_tensorboard=tensorboard
+        )
     except KeyboardInterrupt:
         remedy = f"Run graphrt train --out {out} --resume to go on from the last checkpoint." if folder.checkpoint_file.exists() else ""
         return _complain(f"Aborted. {remedy or 'There is no checkpoint yet: start a new run.'}", _ABORT_EXIT_CODE)

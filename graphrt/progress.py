@@ -2,43 +2,71 @@
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
 from torch import Tensor
 
-from graphrt.runfolder import RunFolder
 from graphrt.step import StepResult
+from graphrt.stepclock import ReplayClock
 
-__all__ = ["MetricsLog", "make_progress"]
+__all__ = ["MetricsLog", "RunProgress", "make_progress"]
 
 _FLUSH_INTERVAL_S = 1.0
 
+Rows = list[dict[str, Any]]
 
-def make_progress(console: Console) -> Progress:
-    """A bar with steps, loss, tokens/s and time left."""
-    text = "[bold]{task.description}[/]", "loss {task.fields[loss]}", "{task.fields[speed]} tokens/s"
-    columns = TextColumn(text[0]), BarColumn(None), MofNCompleteColumn(), TextColumn(text[1]), TextColumn(text[2]), TimeRemainingColumn()
-    return Progress(*columns, console=console)
+
+class RunProgress(Progress):
+    """A bar, and under it a line with the numbers of the last steps."""
+
+    numbers = ""
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        """The bar, and the line once there is one."""
+        yield from super().get_renderables()
+        if self.numbers:
+            yield Text(self.numbers)
+
+
+def make_progress(console: Console) -> RunProgress:
+    """A bar with steps and time left, and room for a line of numbers."""
+    columns = TextColumn("[bold]{task.description}[/]"), BarColumn(None), MofNCompleteColumn(), TimeRemainingColumn()
+    return RunProgress(*columns, console=console)
 
 
 class MetricsLog:
-    """Collects the results of steps on the device; once a second reads them all together, writes and shows them.
+    """Collects the results of steps on the device; once a second reads them all together, records and shows them.
 
     Args:
-        folder: where the rows go.
-        progress: the bar to move.
+        record: takes rows for metrics.jsonl.
+        progress: what to move.
         step: number of steps done before.
         num_steps: number of steps in all.
         tokens_per_step: for the speed.
+        num_skipped: steps skipped before.
+        clock: hears the replays of the steps; None where there is no GPU.
     """
 
-    def __init__(self, folder: RunFolder, progress: Progress, step: int, num_steps: int, tokens_per_step: int) -> None:
-        self._folder, self._progress, self._tokens_per_step = folder, progress, tokens_per_step
-        self._task: TaskID = progress.add_task("training", total=num_steps, completed=step, loss="-", speed="-")
+    def __init__(
+        self,
+        record: Callable[[Rows], None],
+        progress: RunProgress,
+        step: int,
+        num_steps: int,
+        tokens_per_step: int,
+        *,
+        num_skipped: int = 0,
+        clock: ReplayClock | None = None,
+    ) -> None:
+        self._record, self._progress, self._tokens_per_step = record, progress, tokens_per_step
+        self._num_skipped, self._clock = num_skipped, clock
+        self._task: TaskID = progress.add_task("training", total=num_steps, completed=step)
         self._pending: list[tuple[int, float, StepResult]] = []
         self._flushed_at_s = time.perf_counter()
 
@@ -51,30 +79,63 @@ class MetricsLog:
 
     def add_evaluation(self, step: int, val_loss: float, nats_per_unit: float, unit: str) -> None:
         """Record and show a validation loss, given in nats per token."""
+        self._record([{"step": step, "val_loss": _finite(val_loss)}])
+        console = self._progress.console
+        console.print(f"step {step}: validation {val_loss / nats_per_unit:.3f} {unit}")
+        if not console.is_terminal:
+            # There the live line is shown once only, at the end.
+            console.print(f"  {self._progress.numbers}", highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Flush, and leave the time spent in the block out of step times and speed."""
         self.flush()
-        self._folder.append_metrics([{"step": step, "val_loss": _finite(val_loss)}])
-        self._progress.console.print(f"step {step}: validation {val_loss / nats_per_unit:.3f} {unit}")
-        self._flushed_at_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._restart()
 
     def flush(self) -> None:
-        """Read what is pending from the device, write it, show the last of it."""
+        """Read what is pending from the device, record it, show the last of it."""
         if not self._pending:
             return
-        losses, norms, skipped = (_read(getattr(result, name) for *_, result in self._pending) for name in ("loss", "grad_norm", "skipped"))
-        speed = len(self._pending) * self._tokens_per_step / (time.perf_counter() - self._flushed_at_s)
-        self._folder.append_metrics(
-            _row(step, lr, loss, norm, is_skipped, speed)
-            for (step, lr, _), loss, norm, is_skipped in zip(self._pending, losses, norms, skipped, strict=True)
-        )
-        self._progress.update(self._task, loss=f"{losses[-1]:.3f}", speed=f"{speed:,.0f}")
+        rows = self._read_rows()
+        self._num_skipped += sum(row["skipped"] for row in rows)
+        self._progress.numbers = _describe(rows[-1], self._num_skipped)
+        self._record(rows)
         self._pending, self._flushed_at_s = [], time.perf_counter()
 
+    def _read_rows(self) -> Rows:
+        losses, norms, skipped = (_read(getattr(result, name) for *_, result in self._pending) for name in ("loss", "grad_norm", "skipped"))
+        speed = self._speed()
+        return [
+            {"step": step, "loss": _finite(loss), "grad_norm": _finite(norm), "lr": lr, "skipped": bool(is_skipped), **speed}
+            for (step, lr, _), loss, norm, is_skipped in zip(self._pending, losses, norms, skipped, strict=True)
+        ]
 
-def _row(step: int, lr: float, loss: float, norm: float, is_skipped: float, speed: float) -> dict[str, Any]:
-    return {
-        "step": step, "loss": _finite(loss), "grad_norm": _finite(norm), "lr": lr, "skipped": bool(is_skipped),
-        "tokens_per_s": round(speed, 1),
-    }  # fmt: skip
+    def _speed(self) -> dict[str, float]:
+        """Means over the pending steps. The device has been waited for, so the host's clock covers what it did."""
+        step_s = (time.perf_counter() - self._flushed_at_s) / len(self._pending)
+        speed = {"tokens_per_s": round(self._tokens_per_step / step_s, 1), "step_ms": round(step_s * 1e3, 3)}
+        gap_share = None if self._clock is None else self._clock.read()
+        return speed if gap_share is None else {**speed, "gap_share": round(gap_share, 4)}
+
+    def _restart(self) -> None:
+        self._flushed_at_s = time.perf_counter()
+        if self._clock is not None:
+            self._clock.restart()
+
+
+def _describe(row: dict[str, Any], num_skipped: int) -> str:
+    parts = [f"loss {_number(row['loss'], '.3f')} nats", f"grad norm {_number(row['grad_norm'], '.3g')}"]
+    parts += [f"{row['tokens_per_s']:,.0f} tokens/s", f"{row['step_ms']:,.1f} ms/step"]
+    if "gap_share" in row:
+        parts.append(f"gap {row['gap_share']:.1%}")
+    return "  ".join([*parts, f"skipped {num_skipped}"])
+
+
+def _number(value: float | None, form: str) -> str:
+    return "not finite" if value is None else format(value, form)
 
 
 def _read(values: Iterable[Tensor | None]) -> list[float]:

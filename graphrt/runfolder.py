@@ -1,4 +1,4 @@
-"""The folder of a run: settings.json, metrics.jsonl, checkpoint.pt, slots.json, loss.png.
+"""The folder of a run: settings.json, metrics.jsonl, checkpoint.pt, slots.json, slots_history.jsonl, summary.json, loss.png.
 
 Files are written beside their place and moved there whole, so that a stop at any moment leaves the last good one.
 """
@@ -7,7 +7,7 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from graphrt.settings import InputError, Settings
 
-__all__ = ["RunFolder"]
+__all__ = ["RunFolder", "replacing"]
 
 _CHECKPOINT_KEYS = {"format", "step", "shape", "corpus", "trainer"}
 _FORMAT = 1
@@ -35,7 +35,11 @@ class RunFolder:
         self.metrics_file = path / "metrics.jsonl"
         self.checkpoint_file = path / "checkpoint.pt"
         self.slots_file = path / "slots.json"
+        self.slots_history_file = path / "slots_history.jsonl"
+        self.summary_file = path / "summary.json"
         self.plot_file = path / "loss.png"
+        self.report_file = path / "report.png"
+        self.tensorboard_folder = path / "tensorboard"
 
     def check_new(self) -> None:
         """Refuse a folder that is already there or cannot be made, without making it.
@@ -77,10 +81,25 @@ class RunFolder:
                 raise InputError(f"{self.path} has no {file.name} to resume from. Check --out, or leave out --resume to start a new run.")
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise InputError(f"{self.path} cannot be written. Change its permissions to resume the run.")
+        return self._parse_settings("Start a new run with another --out.")
+
+    def read_settings(self) -> Settings:
+        """The settings of the run here, finished or not, to look at.
+
+        Raises:
+            InputError: there is no run here, or its settings are damaged.
+        """
+        if not self.settings_file.is_file():
+            is_folder = self.path.is_dir()
+            fact = f"{self.path} is no run folder: it has no settings.json" if is_folder else f"There is no folder {self.path}"
+            raise InputError(f"{fact}. Give the --out of a graphrt train.")
+        return self._parse_settings("Give the folder of another run.")
+
+    def _parse_settings(self, remedy: str) -> Settings:
         try:
-            return Settings.from_json(self.settings_file.read_text(encoding="utf-8"), self.settings_file)
+            return Settings.from_json(self.settings_file.read_text(encoding="utf-8"), self.settings_file, remedy)
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{self.settings_file} cannot be read: {error}. Start a new run with another --out.") from error
+            raise InputError(f"{self.settings_file} cannot be read: {error}. {remedy}") from error
 
     def save_checkpoint(self, step: int, settings: Settings, corpus: str, trainer_state: Mapping[str, Any]) -> None:
         """Replace the checkpoint by one after `step` steps, at once.
@@ -92,7 +111,7 @@ class RunFolder:
             trainer_state: `Trainer.state_dict()`.
         """
         checkpoint = {"format": _FORMAT, "step": step, "shape": str(settings.shape), "corpus": corpus, "trainer": trainer_state}
-        with _replacing(self.checkpoint_file) as temporary:
+        with replacing(self.checkpoint_file) as temporary:
             try:
                 torch.save(checkpoint, temporary)
             except RuntimeError as error:  # how torch says that the disk is full
@@ -119,22 +138,39 @@ class RunFolder:
 
     def append_metrics(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Add a line of JSON for each row to metrics.jsonl."""
-        with open(self.metrics_file, "a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        _append_lines(self.metrics_file, rows)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The rows so far; a last line that was cut short is left out."""
-        rows = []
-        if self.metrics_file.exists():
-            for line in self.metrics_file.read_text(encoding="utf-8").splitlines():
-                with contextlib.suppress(json.JSONDecodeError):
-                    rows.append(json.loads(line))
-        return rows
+        """The rows so far; what is no row, such as a last line that was cut short, is left out."""
+        return [row for row in _read_lines(self.metrics_file) if isinstance(row.get("step"), int)]
 
-    def drop_metrics_after(self, step: int) -> None:
+    def append_slot_history(self, slots: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+        """Add a line of JSON for each row to slots_history.jsonl, whose first line names the slots."""
+        header = [] if self.slots_history_file.exists() else [{"slots": list(slots)}]
+        _append_lines(self.slots_history_file, [*header, *rows])
+
+    def read_slot_history(self) -> list[dict[str, Any]]:
+        """The lines of slots_history.jsonl; a last line that was cut short is left out."""
+        return _read_lines(self.slots_history_file)
+
+    def drop_rows_after(self, step: int) -> None:
         """Forget rows of steps that a resumed run does again."""
-        rows = [row for row in self.read_metrics() if row["step"] <= step]
-        self._write(self.metrics_file, "".join(json.dumps(row) + "\n" for row in rows))
+        for file in (self.metrics_file, self.slots_history_file):
+            if file.exists():
+                rows = [row for row in _read_lines(file) if row.get("step", 0) <= step]
+                self._write(file, "".join(json.dumps(row) + "\n" for row in rows))
+
+    def save_summary(self, values: Mapping[str, Any]) -> None:
+        """Write summary.json: what a run tells about itself beside its metrics."""
+        self._write(self.summary_file, json.dumps(values, indent=2) + "\n")
+
+    def read_summary(self) -> dict[str, Any]:
+        """What `save_summary` wrote; empty if there is nothing that can be read."""
+        try:
+            values = json.loads(self.summary_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return values if isinstance(values, dict) else {}
 
     def save_slots(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write one JSON object a slot."""
@@ -164,17 +200,32 @@ class RunFolder:
             axes.plot([step for step, _ in points], [loss for _, loss in points], label=label, marker=marker, linewidth=1)
         axes.grid(alpha=0.3)
         axes.legend()
-        with _replacing(self.plot_file) as temporary:
+        with replacing(self.plot_file) as temporary:
             figure.savefig(temporary, format="png", dpi=120)
         return f"Loss curve: {self.plot_file}"
 
     def _write(self, file: Path, text: str) -> None:
-        with _replacing(file) as temporary:
+        with replacing(file) as temporary:
             temporary.write_text(text, encoding="utf-8")
 
 
+def _append_lines(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    with open(file, "a", encoding="utf-8") as opened:
+        opened.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def _read_lines(file: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file, a line each; none without the file. What is something else is left out."""
+    rows = []
+    if file.exists():
+        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]
+
+
 @contextlib.contextmanager
-def _replacing(file: Path) -> Iterator[Path]:
+def replacing(file: Path) -> Iterator[Path]:
     """A name to write to; what is there takes the file's place when the body ends well, and goes when it does not."""
     temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     try:

@@ -26,9 +26,9 @@ CHOICES = {
     "token_dtype": ("auto", "uint16", "uint32"),
 }
 
-_COUNTS = ("vocab_size", "seq_len", "batch_size", "grad_accum", "steps", "eval_every", "save_every")
+_COUNTS = ("vocab_size", "seq_len", "batch_size", "grad_accum", "steps", "eval_every", "save_every", "slots_every")
 #: What may differ when a run is resumed: none of these changes which batches or which model it trains.
-_CHANGEABLE = ("steps", "eval_every", "save_every", "mode", "device", "checkpointing")
+_CHANGEABLE = ("steps", "eval_every", "save_every", "slots_every", "mode", "device", "checkpointing")
 _TOKEN_MULTIPLE = 16  # of the contraction dimension of an FP8 GEMM
 
 
@@ -54,6 +54,7 @@ class Settings:
     device: str
     eval_every: int
     save_every: int
+    slots_every: int  # steps between rows of slots_history.jsonl
 
     @property
     def shape(self) -> ModelShape:
@@ -70,7 +71,7 @@ class Settings:
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
-    def from_json(cls, text: str, file: Path) -> "Settings":
+    def from_json(cls, text: str, file: Path, remedy: str = "Start a new run with another --out.") -> "Settings":
         """What `to_json` wrote.
 
         Raises:
@@ -78,11 +79,12 @@ class Settings:
         """
         try:
             values = json.loads(text)
+            values.setdefault("slots_every", _slots_every(values["steps"]))  # runs of before there was one
             if set(values) != {field.name for field in fields(cls)}:
                 raise ValueError("fields are missing or unknown")
             return _checked(cls(**{**values, "text": tuple(values["text"])}))
-        except (ValueError, TypeError, KeyError) as error:
-            raise InputError(f"{file} does not hold the settings of a run: {error} Start a new run with another --out.") from error
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise InputError(f"{file} does not hold the settings of a run: {error} {remedy}") from error
 
 
 def make_settings(options: Mapping[str, Any]) -> Settings:
@@ -106,6 +108,7 @@ def make_settings(options: Mapping[str, Any]) -> Settings:
         "seq_len": preset.seq_len, "batch_size": preset.batch_size, "grad_accum": 1, "steps": preset.steps, "lr": preset.lr,
         "warmup": min(100, steps // 10) if is_count else 0, "seed": 0, "precision": "fp8", "checkpointing": "none", "mode": "auto",
         "device": "auto", "eval_every": max(1, steps // 5) if is_count else 1,
+        "slots_every": _slots_every(steps) if is_count else 1,
     }  # fmt: skip
     values = {**defaults, **given}
     values["text"] = tuple(_absolute(pattern) for pattern in values["text"])
@@ -171,6 +174,11 @@ def _check_sizes(settings: Settings) -> None:
         raise InputError(f"--vocab-size must be at least 256 for text, whose tokens are bytes, got {settings.vocab_size}.")
     if settings.tokens is None and settings.token_dtype != "auto":
         raise InputError(f"--token-dtype {settings.token_dtype} goes with --tokens, which is not given. Leave it out for text.")
+
+
+def _slots_every(steps: int) -> int:
+    # Some 200 rows, however long the run: enough to see a scale move, and a few hundred KB.
+    return max(1, steps // 200)
 
 
 def _given(options: Mapping[str, Any]) -> dict[str, Any]:

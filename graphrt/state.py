@@ -223,6 +223,11 @@ class QuantizationState:
         """Row 0 of the history, [n] fp32: the amaxes since the last update."""
         return self._amax_history[0]
 
+    @property
+    def newest_amaxes(self) -> Tensor:
+        """The newest row of the history, [n] fp32: the amax of each slot's last update (zeros where the history has one row only)."""
+        return self._amax_history[-1]
+
     # -- updating
 
     def request_backward_quantization_update(self, group: Any = None) -> None:

@@ -50,14 +50,14 @@ class SlotRow:
 
 
 def slot_rows(state: QuantizationState, counts: Mapping[str, tuple[int, int, int]]) -> list[SlotRow]:
-    """A row for each slot, those that saturate or underflow most first.
+    """A row for each slot, worst first: by non-finite amaxes, then by the share of elements clamped or flushed to zero.
 
     Args:
         state: the model's.
         counts: (num_elements, num_saturated, num_underflowed) by slot, from `state.count_saturation()`.
     """
     rows = [_slot_row(state, slot, *counts.get(slot, (0, 0, 0))) for slot in state.slots]
-    return sorted(rows, key=lambda row: (-row.num_nonfinite, -row.saturated, -row.underflowed))
+    return sorted(rows, key=lambda row: (-row.num_nonfinite, -(row.saturated + row.underflowed)))
 
 
 def _slot_row(state: QuantizationState, slot: str, num_elements: int, num_saturated: int, num_underflowed: int) -> SlotRow:
@@ -87,10 +87,10 @@ def print_quality(console: Console, quality: Quality) -> None:
     console.print(f"The model is {abs(model / bigram - 1):.1%} {better}.")
 
 
-def print_slots(console: Console, rows: Sequence[SlotRow], slots_file: Path, show_all: bool) -> None:
-    """The slots that use FP8 worst, or all."""
+def print_slots(console: Console, rows: Sequence[SlotRow], slots_file: Path, show_all: bool, option: str = "--all-slots") -> None:
+    """The slots that use FP8 worst, or all; ``option`` is what shows all."""
     shown = rows if show_all else rows[:_NUM_SLOTS_SHOWN]
-    title = f"FP8 slots, {'all' if show_all else 'the worst first'}: last amax, and shares of the elements of one step"
+    title = "FP8 slots, worst first (shares are sampled: one step, eager)"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     table.add_column("slot", no_wrap=True)
     for name in ("scale", "amax", "saturated", "underflow"):
@@ -99,7 +99,7 @@ def print_slots(console: Console, rows: Sequence[SlotRow], slots_file: Path, sho
         table.add_row(escape(row.slot), f"{row.scale:.4g}", f"{row.last_amax:.3g}", f"{row.saturated:.3%}", f"{row.underflowed:.3%}")
     console.print(table)
     if len(shown) < len(rows):
-        more = f"... and {len(rows) - len(shown)} more in {slots_file} (--all-slots shows them here)."
+        more = f"... and {len(rows) - len(shown)} more in {slots_file} ({option} shows them here)."
         console.print(more, markup=False, highlight=False, soft_wrap=True)
     num_nonfinite = sum(row.num_nonfinite for row in rows)
     if num_nonfinite:

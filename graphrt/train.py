@@ -5,10 +5,16 @@ that a checkpoint has to hold.
 """
 
 import math
+import resource
 import shlex
+import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from importlib.metadata import version
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -22,9 +28,13 @@ from graphrt.interrupt import StopRequest
 from graphrt.jobsetup import build_trainer, resolve_device
 from graphrt.parity import check_parity
 from graphrt.progress import MetricsLog, make_progress
+from graphrt.ranges import listening
 from graphrt.runfolder import RunFolder
 from graphrt.settings import InputError, Settings
+from graphrt.slothistory import SlotHistory
+from graphrt.stepclock import ReplayClock
 from graphrt.summary import Quality, SlotRow, next_commands, print_quality, print_slots, rows_to_json, slot_rows
+from graphrt.tensorboard import EventLog, check_tensorboard
 from graphrt.trainer import Trainer
 
 __all__ = ["learning_rate", "load_corpus", "train"]
@@ -46,6 +56,9 @@ class Run:
     device: torch.device
     trainer: Trainer
     step: int = 0  # optimizer steps done
+    slots: SlotHistory | None = None
+    events: EventLog | None = None
+    wall_s_before: float = 0.0  # of the parts of the run that were resumed
     start_s: float = field(default_factory=time.perf_counter)
 
     @property
@@ -67,6 +80,7 @@ def train(
     resume: bool = False,
     show_all_slots: bool = False,
     num_parity_steps: int = 0,
+    use_tensorboard: bool = False,
 ) -> int:
     """Train to `settings.steps`, evaluate, and summarize.
 
@@ -77,6 +91,7 @@ def train(
         resume: go on from the folder's checkpoint.
         show_all_slots: print every slot instead of the worst.
         num_parity_steps: at the end, compare that many captured steps with eager ones.
+        use_tensorboard: write the metrics as TensorBoard events too; a resumed run goes on with those it has.
 
     Returns:
         The exit code: 0; 1 if the captured steps differ; 130 or 143 after a clean stop by SIGINT or SIGTERM.
@@ -85,8 +100,8 @@ def train(
         InputError: something given cannot be used; nothing was written.
     """
     with StopRequest(console.print) as stop:
-        run = _prepare(settings, folder, console, resume)
-        with run.trainer:
+        run = _prepare(settings, folder, console, resume, use_tensorboard or (resume and folder.tensorboard_folder.is_dir()))
+        with run.trainer, nullcontext() if run.events is None else closing(run.events):
             _introduce(run, resume)
             _train_steps(run, stop)
             _save(run)
@@ -121,10 +136,12 @@ def learning_rate(settings: Settings, step: int) -> float:
     return settings.lr * (_FINAL_LR_FRACTION + (1 - _FINAL_LR_FRACTION) * cosine)
 
 
-def _prepare(settings: Settings, folder: RunFolder, console: Console, resume: bool) -> Run:
+def _prepare(settings: Settings, folder: RunFolder, console: Console, resume: bool, use_tensorboard: bool) -> Run:
     # The folder is made last, so that whatever is refused before leaves nothing behind.
     if not resume:
         folder.check_new()
+    if use_tensorboard:
+        check_tensorboard()
     corpus = load_corpus(settings)
     split = split_corpus(corpus, settings.seq_len)
     device = resolve_device(settings)
@@ -136,6 +153,10 @@ def _prepare(settings: Settings, folder: RunFolder, console: Console, resume: bo
         folder.create(settings)
     else:
         _restore(run, saved)
+    if run.trainer.state is not None:
+        run.slots = SlotHistory(folder, run.trainer.state, settings.slots_every, settings.steps)
+    if use_tensorboard:
+        run.events = EventLog(folder.tensorboard_folder, run.step)
     return run
 
 
@@ -146,7 +167,8 @@ def _restore(run: Run, saved: dict) -> None:
         file = run.folder.checkpoint_file
         raise InputError(f"{file} does not fit the run's model: {_first_line(error)} Start a new run with another --out.") from error
     run.step = saved["step"]
-    run.folder.drop_metrics_after(run.step)
+    run.wall_s_before = run.folder.read_summary().get("wall_s", 0.0)
+    run.folder.drop_rows_after(run.step)
     run.folder.save_settings(run.settings)
 
 
@@ -156,17 +178,28 @@ def _first_line(error: Exception) -> str:
 
 def _train_steps(run: Run, stop: StopRequest) -> None:
     settings = run.settings
-    with make_progress(run.console) as progress:
-        log = MetricsLog(run.folder, progress, run.step, settings.steps, settings.tokens_per_step)
+    clock = ReplayClock() if run.device.type == "cuda" else None
+    hearing: AbstractContextManager[None] = nullcontext() if clock is None else listening(clock)
+    with make_progress(run.console) as progress, hearing:
+        log = MetricsLog(
+            partial(_record, run),
+            progress,
+            run.step,
+            settings.steps,
+            settings.tokens_per_step,
+            num_skipped=run.trainer.num_skipped_steps,
+            clock=clock,
+        )
         while run.step < settings.steps and not stop.is_set:
             _train_step(run, log)
             if run.step % settings.eval_every == 0 and run.step < settings.steps:
-                loss = _evaluate(run, max(_MIN_EVALUATION_TOKENS, 4 * settings.tokens_per_step), stop)
+                with log.paused():
+                    loss = _evaluate(run, max(_MIN_EVALUATION_TOKENS, 4 * settings.tokens_per_step), stop)
                 if loss is not None:
                     log.add_evaluation(run.step, loss, run.nats_per_unit, run.unit)
             if run.step % settings.save_every == 0 and run.step < settings.steps:
-                log.flush()
-                _save(run)
+                with log.paused():
+                    _save(run)
         log.flush()
 
 
@@ -176,7 +209,18 @@ def _train_step(run: Run, log: MetricsLog) -> None:
         group["lr"] = lr
     result = run.trainer.step(_training_batch(run))
     run.step += 1
+    if run.slots is not None:
+        run.slots.take(run.step)
     log.add(run.step, lr, result)
+
+
+def _record(run: Run, rows: list[dict[str, Any]]) -> None:
+    """Write rows of metrics wherever they go, and the slots' values that came with them."""
+    run.folder.append_metrics(rows)
+    if run.events is not None:
+        run.events.add_rows(rows)
+    if run.slots is not None:
+        run.slots.flush()
 
 
 def _training_batch(run: Run) -> dict[str, Tensor]:
@@ -214,6 +258,27 @@ def _validation_batches(run: Run, max_tokens: int) -> Iterator[Windows]:
 
 def _save(run: Run) -> None:
     run.folder.save_checkpoint(run.step, run.settings, run.corpus.fingerprint(), run.trainer.state_dict())
+    run.folder.save_summary(_describe(run))
+
+
+def _describe(run: Run) -> dict[str, Any]:
+    """What summary.json holds of a run that may go on: where it runs, for how long, with how much memory."""
+    is_cuda = run.device.type == "cuda"
+    return {
+        "step": run.step,
+        "wall_s": round(run.wall_s_before + time.perf_counter() - run.start_s, 3),
+        "device": torch.cuda.get_device_name(run.device) if is_cuda else "cpu",
+        "mode": run.trainer.mode,
+        "num_skipped_steps": run.trainer.num_skipped_steps,
+        "peak_memory_bytes": torch.cuda.max_memory_reserved(run.device) if is_cuda else _peak_resident_bytes(),
+        "graphrt": version("graphrt"),
+        "torch": torch.__version__,
+    }
+
+
+def _peak_resident_bytes() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _introduce(run: Run, resume: bool) -> None:
@@ -234,8 +299,10 @@ def _report_stop(run: Run, stop: StopRequest) -> int:
 
 
 def _summarize(run: Run, loss: float, show_all_slots: bool) -> None:
-    run.folder.append_metrics([{"step": run.step, "val_loss": loss if math.isfinite(loss) else None}])
+    finite_loss = loss if math.isfinite(loss) else None  # JSON has no NaN
+    _record(run, [{"step": run.step, "val_loss": finite_loss}])
     quality = _measure_quality(run, loss)
+    run.folder.save_summary({**_describe(run), "quality": {**asdict(quality), "model": finite_loss}})
     print_quality(run.console, quality)
     if run.settings.precision == "fp8":
         rows = _measure_slots(run)

@@ -49,6 +49,11 @@ def rows(folder, key):
     return [row[key] for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if key in row]
 
 
+def slot_rows(folder):
+    file = folder / "slots_history.jsonl"
+    return file.read_text().splitlines() if file.exists() else None
+
+
 def checkpoint(folder):
     return torch.load(folder / "checkpoint.pt", weights_only=True)
 
@@ -84,7 +89,7 @@ class TestRun:
     def test_folder_holds_what_the_help_says(self, run):
         folder = run("r", "--eval-every", "3")
         names = {file.name for file in folder.iterdir()}
-        assert names == {"checkpoint.pt", "loss.png", "metrics.jsonl", "settings.json", "slots.json"}
+        assert names == {"checkpoint.pt", "loss.png", "metrics.jsonl", "settings.json", "slots.json", "slots_history.jsonl", "summary.json"}
         assert len(rows(folder, "loss")) == 6
         assert len(rows(folder, "val_loss")) == 2
         assert len(json.loads((folder / "slots.json").read_text())) == 12
@@ -162,6 +167,7 @@ class TestStopAndResume:
         assert f"--out {folder} --resume" in capsys.readouterr().out
         run("stopped", "--resume")
         assert rows(folder, "loss") == rows(straight, "loss")
+        assert slot_rows(folder) == slot_rows(straight)
         assert_same(checkpoint(folder), checkpoint(straight))
 
     def test_signal_handlers_are_put_back(self, run, monkeypatch):
@@ -184,12 +190,30 @@ class TestStopAndResume:
         assert rows(folder, "step") == [1, 2, 3, 4, 5]
         run("r", "--resume")
         assert rows(folder, "step") == [1, 2, 3, 4, 5, 6, 6]
+        assert [json.loads(line).get("step") for line in slot_rows(folder)] == [None, 1, 2, 3, 4, 5, 6]
 
     def test_a_finished_run_goes_on_with_more_steps(self, run):
         folder = run("r")
         run("r", "--resume", "--steps", "8")
         assert len(rows(folder, "loss")) == 8
         assert json.loads((folder / "settings.json").read_text())["steps"] == 8
+
+    def test_wall_time_adds_up_over_resumes(self, run):
+        folder = run("r")
+        first = json.loads((folder / "summary.json").read_text())
+        run("r", "--resume", "--steps", "7")
+        second = json.loads((folder / "summary.json").read_text())
+        assert second["wall_s"] > first["wall_s"] > 0
+        assert (first["step"], second["step"]) == (6, 7)
+
+    def test_a_run_of_before_slots_were_recorded_goes_on(self, run):
+        folder = run("r")
+        settings = json.loads((folder / "settings.json").read_text())
+        del settings["slots_every"]
+        (folder / "settings.json").write_text(json.dumps(settings))
+        (folder / "slots_history.jsonl").unlink()
+        run("r", "--resume", "--steps", "8")
+        assert [json.loads(line).get("step") for line in slot_rows(folder)] == [None, 7, 8]
 
     def test_a_request_outlives_a_terminate_after_an_interrupt(self):
         with StopRequest(lambda line: None) as stop:
@@ -297,6 +321,7 @@ class TestSettings:
         settings = make_settings({"preset": "1b", "steps": None})
         assert (settings.steps, settings.seq_len, settings.vocab_size) == (2000, 2048, 32768)
         assert settings.save_every == settings.eval_every == 400
+        assert settings.slots_every == 10
 
     def test_json_gives_them_back(self):
         settings = make_settings({"text": ("a", "b"), "lr": 1e-3})
@@ -327,6 +352,7 @@ class TestSettings:
             ({"steps": 0}, "--steps must be a whole number of at least 1, got 0"),
             ({"steps": -3}, "--steps"),
             ({"batch_size": 0}, "--batch-size"),
+            ({"slots_every": 0}, "--slots-every must be a whole number of at least 1"),
             ({"grad_accum": 3}, "--grad-accum 3"),
             ({"lr": 0.0}, "--lr"),
             ({"lr": math.nan}, "--lr"),
