@@ -14,6 +14,7 @@ from graphrt.eager import fp8_autocast
 from graphrt.errors import CaptureError, FlushError, GraphrtError, ParityError, RecipeError, StaticInputError
 from graphrt.linear import Float8Linear
 from graphrt.parity import ParityDifference, ParityReport, check_parity
+from graphrt.profiling import StepProfile
 from graphrt.recipe import DelayedScaling, Format
 from graphrt.region import ForwardMark, mark_forward, recompute_phase
 from graphrt.report import TrainerReport
@@ -39,6 +40,7 @@ __all__ = [
     "QuantizationState",
     "RecipeError",
     "StaticInputError",
+    "StepProfile",
     "StepResult",
     "Trainer",
     "TrainerReport",

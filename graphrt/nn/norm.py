@@ -11,6 +11,7 @@ from graphrt.guards import untraced
 from graphrt.kernels.norm import rms_norm, rms_norm_backward
 from graphrt.nn.gemm import is_fusable
 from graphrt.nn.rows import flatten
+from graphrt.owners import working_for
 
 __all__ = ["composed_norm", "residual_rms_norm"]
 
@@ -39,7 +40,8 @@ def composed_norm(residual: Tensor, delta: Tensor, weight: Tensor, eps: float) -
 class _ResidualNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, residual: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        stream, n, rstd = rms_norm(flatten(delta), flatten(residual), weight, eps)
+        with working_for(weight):
+            stream, n, rstd = rms_norm(flatten(delta), flatten(residual), weight, eps)
         assert isinstance(n, Tensor)
         ctx.save_for_backward(stream, rstd, weight)
         ctx.shape = residual.shape
@@ -53,6 +55,7 @@ class _ResidualNorm(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         stream, rstd, weight = ctx.saved_tensors
         grad_stream, grad_n = map(flatten, grad_outputs)
-        grad_x, grad_weight = rms_norm_backward(grad_n, stream, rstd, weight, grad_stream)
+        with working_for(weight):
+            grad_x, grad_weight = rms_norm_backward(grad_n, stream, rstd, weight, grad_stream)
         grad_x = grad_x.view(ctx.shape)
         return grad_x, grad_x, grad_weight.to(weight.dtype), None
