@@ -26,15 +26,8 @@ _MARKER = "graphrt#"
 _API_CALL = re.compile(r"(cuda|cu)[A-Z]\w*")
 #: What the profiler reports of the device beside work: waits, and its own doings.
 _NO_WORK = (
-    "Context Sync",
-    "Event Sync",
-    "Stream Sync",
-    "Stream Wait Event",
-    "Activity Buffer Request",
-    _MARKER,
-    "graphrt:",
-    "ProfilerStep",
-)
+    "Context Sync", "Event Sync", "Stream Sync", "Stream Wait Event", "Activity Buffer Request", _MARKER, "graphrt:", "ProfilerStep",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

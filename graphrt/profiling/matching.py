@@ -34,7 +34,7 @@ def match(activities: Sequence[Activity], nodes: Sequence[GraphNode]) -> list[Gr
         nodes: those that show in a profile, in order of launch.
     """
     if activities and all(activity.node_id is not None for activity in activities):
-        by_id = {node.node_id: node for node in nodes if node.node_id is not None}
+        by_id: dict[int | None, GraphNode] = {node.node_id: node for node in nodes if node.node_id is not None}
         found = [by_id.get(activity.node_id) for activity in activities]
         # Some drivers number the nodes of an instantiated graph anew.
         if any(node is not None for node in found):

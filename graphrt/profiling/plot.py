@@ -33,7 +33,7 @@ def plot_profile(file: Path, paths: Sequence[PathProfile], device: str) -> bool:
     for column, path in enumerate(paths):
         _draw_bars(axes[0][column], path, layers, colors)
         _draw_step(axes[1][column], path, layers, colors)
-    axes[0][0].legend(fontsize="small", loc="lower right")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=8, fontsize="small")
     figure.savefig(file, format="png", dpi=110)
     return True
 

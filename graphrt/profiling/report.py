@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from graphrt.capture.nodes import NodeMap
-from graphrt.profiling.events import Event, Gap, PathProfile, Row
+from graphrt.profiling.events import Event, Gap, PathProfile, Row, layer_of
 from graphrt.profiling.matching import demangled
 from graphrt.profiling.trace import write_trace
 
@@ -62,6 +62,7 @@ class StepProfile:
         path = self.paths[0]
         return [
             _overview(self),
+            _by_layer(path),
             _table(f"{path.path} step by module", path, ("module", "direction"), _by_module),
             _table(f"{path.path} step by phase", path, ("phase",), _by_phase),
             _compare("both paths by kind of kernel", self.paths, "kind", lambda event: (event.work,)),
@@ -136,6 +137,20 @@ def _overview(profile: StepProfile) -> Table:
     )  # fmt: skip
     columns = ("path", "step ms", "watched ms", "kernels ms", "kernels", "gaps", "attributed")
     return Table(f"{profile.device}: one step, mean of {profile.eager.num_steps}", columns, rows)
+
+
+def _by_layer(path: PathProfile) -> Table:
+    """A row a layer in the order of the step, a column a direction."""
+    rows = {row.key: row for row in path.rows(lambda event: (layer_of(event.place), "" if event.place is None else event.place.direction))}
+    layers = list(dict.fromkeys(layer_of(event.place) for event in path.events))
+    directions = [name for name in ("forward", "recompute", "backward") if any(name == direction for _, direction in rows)]
+    cells = tuple(_layer_cells(layer, [rows.get((layer, direction)) for direction in (*directions, "")]) for layer in layers)
+    return Table(f"{path.path} step by layer", ("layer", *(f"{name} ms" for name in directions), "other ms", "share"), cells)
+
+
+def _layer_cells(layer: str, rows: Sequence[Row | None]) -> tuple[str, ...]:
+    share = sum(row.share for row in rows if row is not None)
+    return (layer, *("-" if row is None else _ms(row.time_us) for row in rows), f"{share:.1%}")
 
 
 def _table(title: str, path: PathProfile, labels: tuple[str, ...], key: Callable[[Event], tuple[str, ...]]) -> Table:
