@@ -1,5 +1,6 @@
 """What happened on the device in a few steps of one path, and sums over it. Times in microseconds."""
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -173,6 +174,7 @@ _WORK = (
 )
 
 
+@functools.cache
 def kind_of_work(name: str, kind: str) -> str:
     """What sort of kernel it is by its name, in a word; "elementwise" and "other" for what has no better one."""
     if kind in ("memcpy", "memset"):

@@ -78,20 +78,23 @@ def is_same_kernel(mangled: str, shown: str) -> bool:
     return bool(words) and all(word in shown for word in words)
 
 
+# In an Itanium-mangled name: a number as template argument, a back reference, and an identifier after its length.
+_LITERAL, _REFERENCE, _LENGTH = re.compile(r"L[a-z]n?\d+E"), re.compile(r"[ST][0-9A-Z]*_"), re.compile(r"\d+")
+_MIN_NAME = 4  # shorter ones may be numbers of other kinds
+
+
 def _source_names(mangled: str) -> list[str]:
-    """The identifiers in an Itanium-mangled name, which stand there after their length."""
-    if not mangled.startswith("_Z"):
-        return []
-    names, at = [], 2
-    while (found := re.compile(r"\d+").search(mangled, at)) is not None:
-        length, start = int(found[0]), found.end()
-        name = mangled[start : start + length]
-        if len(name) == length and re.fullmatch(r"[A-Za-z_]\w*", name):
-            names.append(name)
-            at = start + length
+    """The identifiers in a mangled name."""
+    names, at = [], 2 if mangled.startswith("_Z") else len(mangled)
+    while at < len(mangled):
+        if (found := _LITERAL.match(mangled, at) or _REFERENCE.match(mangled, at)) is not None:
+            at = found.end()
+        elif (found := _LENGTH.match(mangled, at)) is not None:
+            at = found.end() + int(found[0])
+            names.append(mangled[found.end() : at])
         else:
-            at = start
-    return [name for name in names if not name.startswith("_GLOBAL__N") and not name.startswith("_INTERNAL")]
+            at += 1
+    return [name for name in names if len(name) >= _MIN_NAME and not name.startswith(("_GLOBAL__N", "_INTERNAL"))]
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """The picture of a profile: what each layer costs, by kind of kernel, and one step over time."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,18 +58,20 @@ def _colors(paths: Sequence[PathProfile]) -> dict[str, Any]:
     return {work: palette(i % 20) for i, work in enumerate(sorted(times, key=lambda work: -times[work]))}
 
 
-def _row_of(event: Event, layers: Sequence[str]) -> int:
-    layer = layer_of(event.place)
-    return layers.index(layer) if layer in layers else len(layers) - 1
+def _by_work(events: Iterable[Event], layers: Sequence[str]) -> dict[tuple[str, int], list[Event]]:
+    """Events by (kind of work, row of their layer)."""
+    numbers = {layer: number for number, layer in enumerate(layers)}
+    grouped: dict[tuple[str, int], list[Event]] = {}
+    for event in events:
+        grouped.setdefault((event.work, numbers.get(layer_of(event.place), len(layers) - 1)), []).append(event)
+    return grouped
 
 
 def _draw_bars(axes: Any, path: PathProfile, layers: Sequence[str], colors: dict[str, Any]) -> None:
     starts = [0.0] * len(layers)
+    grouped = _by_work(path.events, layers)
     for work, color in colors.items():
-        widths = [0.0] * len(layers)
-        for event in path.events:
-            if event.work == work:
-                widths[_row_of(event, layers)] += event.duration_us / path.num_steps / 1e3
+        widths = [sum(event.duration_us for event in grouped.get((work, row), ())) / path.num_steps / 1e3 for row in range(len(layers))]
         axes.barh(range(len(layers)), widths, left=starts, color=color, label=work)
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
     title = f"{path.path}: {path.kernel_us / 1e3:.2f} ms of kernels in {path.step_us / 1e3:.2f} ms a step, {path.gap_share:.0%} gaps"
@@ -80,15 +82,9 @@ def _draw_bars(axes: Any, path: PathProfile, layers: Sequence[str], colors: dict
 def _draw_step(axes: Any, path: PathProfile, layers: Sequence[str], colors: dict[str, Any]) -> None:
     events = [event for event in path.events if event.step == 0]
     base = events[0].start_us if events else 0.0
-    for work, color in colors.items():
-        for row in range(len(layers)):
-            spans = [
-                ((event.start_us - base) / 1e3, event.duration_us / 1e3)
-                for event in events
-                if event.work == work and _row_of(event, layers) == row
-            ]
-            if spans:
-                axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=color)
+    for (work, row), group in _by_work(events, layers).items():
+        spans = [((event.start_us - base) / 1e3, event.duration_us / 1e3) for event in group]
+        axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=colors[work])
     axes.set(title=f"{path.path}: one step over time", xlabel="ms")
     _label_rows(axes, layers)
 
