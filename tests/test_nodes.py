@@ -343,6 +343,33 @@ def test_cuda_nodes_are_named(checkpoint):
     assert flops == 3 * 2 * 32 * SHAPE.width * SHAPE.vocab
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("how", ["block.compile", "torch.compile", "loss"])
+def test_attribution_makes_nothing_compile_again(how):
+    torch._dynamo.reset()
+    model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(2)))
+    loss_fn: Callable[[nn.Module, Tensor], Tensor] = lambda model, x: model(x).sum()  # noqa: E731
+    if how == "block.compile":
+        for block in model:
+            block.compile(backend="aot_eager")
+    elif how == "torch.compile":
+        model = nn.Sequential(*(torch.compile(block, backend="aot_eager") for block in model))
+    else:
+        loss_fn = torch.compile(loss_fn, backend="aot_eager")
+    x, places = torch.randn(4, 8), []
+    for _ in range(2):
+        loss_fn(model, x).backward()
+    with torch.compiler.set_stance("fail_on_recompile"), attributing(model, places.append):
+        with ranges.FORWARD:
+            loss = loss_fn(model, x)
+        with ranges.BACKWARD:
+            loss.backward()
+    compiled = {place.module for place in places if place.function == "CompiledFunctionBackward"}
+    assert compiled == ({""} if how == "loss" else {"0", "1"})
+    torch._dynamo.reset()
+
+
 @pytest.mark.gpu
 def test_a_compiled_block_is_one_module():
     torch._dynamo.reset()

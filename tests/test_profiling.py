@@ -61,7 +61,6 @@ def test_of_several_alike_with_one_missing_none_is_counted_twice():
 def test_node_ids_win_over_order():
     nodes = [node(0, "a", node_id=70), node(1, "b", node_id=71)]
     assert indices(match([activity("b", node_id=71), activity("a", node_id=70)], nodes)) == [1, 0]
-    assert indices(match([activity("a", node_id=71), activity("a", node_id=70)], nodes)) == [None, 0]  # a name that does not fit
     # Ids of another numbering: by order.
     assert indices(match([activity("a", node_id=1), activity("b", node_id=2)], nodes)) == [0, 1]
 
@@ -124,6 +123,15 @@ def test_what_is_no_node_of_the_graph_is_reported_and_kept():
     events, notes = events_of(activities, launches, markers, NODE_MAP)
     assert len(events) == 4
     assert "recorded no launch" in notes[1]
+
+
+def test_a_kernel_without_a_recorded_launch_has_its_neighbours_place_if_they_agree():
+    launches = {1: Launch("cudaLaunchKernel", 5), 3: Launch("cudaLaunchKernel", 7), 5: Launch("cudaLaunchKernel", 15)}
+    markers = [Marker(10, 0, COPY), Marker(20, 0, RESULTS)]
+    activities = [activity("k", 100 * correlation, correlation=correlation) for correlation in range(1, 6)]
+    events, notes = events_of(activities, launches, markers, None)
+    assert [event.place for event in events] == [COPY, COPY, COPY, None, RESULTS]
+    assert len(notes) == 1
 
 
 def test_a_path_without_a_graph_takes_all_places_from_markers():

@@ -32,10 +32,20 @@ def is_known(operation: Any) -> bool:
 
 def cost_of(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Cost:
     """Of a matrix product, convolution or attention the FLOPs (attention as if not causal), of a pointwise operation the bytes."""
-    formula = _formulas().get(_packet(operation))
-    flops = None if formula is None else int(formula(*args, **kwargs, out_val=result))
+    flops = _flops(operation, args, kwargs, result)
     num_bytes = _num_bytes((*args, *kwargs.values()), result) if _moves_once(operation) else None
     return flops, num_bytes
+
+
+def _flops(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int | None:
+    formula = _formulas().get(_packet(operation))
+    if formula is None:
+        return None
+    try:
+        return int(formula(*args, **kwargs, out_val=result))
+    except Exception:
+        # A formula that does not take this overload's arguments must not end a capture.
+        return None
 
 
 def _packet(operation: Any) -> Any:

@@ -6,6 +6,7 @@ launch; they get their places from the node map.
 """
 
 import json
+import os
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
@@ -75,6 +76,9 @@ def watch_cuda(
     """
     from torch.profiler import ProfilerActivity, profile, record_function
 
+    # After a teardown CUPTI crashes when a process with CUDA graphs starts it again; torch sets the same for its own graphs.
+    os.environ.setdefault("TEARDOWN_CUPTI", "0")
+    os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
     left: list[tuple[int, Place]] = []
     step = 0
 
@@ -145,10 +149,35 @@ def events_of(
     """
     ordered = sorted(activities, key=lambda activity: activity.start_ns)
     nodes = _nodes_of_replays(ordered, launches, node_map)
-    times = [marker.start_ns for marker in markers]
+    left = _markers_of(ordered, launches, markers)
     base = ordered[0].start_ns if ordered else 0
-    events = [_event(activity, launches.get(activity.correlation), times, markers, nodes, base) for activity in ordered]
+    events = [
+        _event(activity, launches.get(activity.correlation), marker, nodes.get(id(activity)), base)
+        for activity, marker in zip(ordered, left, strict=True)
+    ]
     return events, _notes(events)
+
+
+def _markers_of(ordered: Sequence[DeviceActivity], launches: dict[int, Launch], markers: Sequence[Marker]) -> list[Marker | None]:
+    """The marker after each activity's launch. One stream runs work in the order of launch, so an activity whose launch was
+    not recorded was launched between its neighbours: it has their marker if they agree.
+    """
+    times = [marker.start_ns for marker in markers]
+    known: list[int | None] = []
+    for activity in ordered:
+        launch = launches.get(activity.correlation)
+        known.append(None if launch is None or not markers else min(bisect_left(times, launch.start_ns), len(markers) - 1))
+    before, after = _filled(known), _filled(known[::-1])[::-1]
+    agreed = [one if one == other else None for one, other in zip(before, after, strict=True)]
+    return [None if at is None else markers[at] for at in agreed]
+
+
+def _filled(values: Sequence[int | None]) -> list[int | None]:
+    """Each None replaced by the last value before it."""
+    filled: list[int | None] = []
+    for value in values:
+        filled.append(value if value is not None or not filled else filled[-1])
+    return filled
 
 
 def _nodes_of_replays(
@@ -167,25 +196,16 @@ def _nodes_of_replays(
     return found
 
 
-def _event(
-    activity: DeviceActivity,
-    launch: Launch | None,
-    times: Sequence[int],
-    markers: Sequence[Marker],
-    nodes: dict[int, GraphNode],
-    base_ns: int,
-) -> Event:
-    at = bisect_left(times, activity.start_ns if launch is None else launch.start_ns)
-    marker = markers[min(at, len(markers) - 1)] if markers else Marker(0, 0, Place())
-    is_in_graph, node = launch is not None and launch.is_graph, nodes.get(id(activity))
-    place, reason = marker.place, ""
-    if launch is None:
-        place, reason = None, "the profiler recorded no launch of it"
+def _event(activity: DeviceActivity, launch: Launch | None, marker: Marker | None, node: GraphNode | None, base_ns: int) -> Event:
+    is_in_graph = launch is not None and launch.is_graph
+    place, reason = None if marker is None else marker.place, ""
+    if marker is None:
+        reason = "the profiler recorded no launch of it"
     elif is_in_graph:
         place = None if node is None else node.place
         reason = "it is not the node that the graph has in its place" if node is None else ""
     return Event(
-        step=marker.step,
+        step=0 if marker is None else marker.step,
         name=activity.name,
         kind=activity.kind,
         start_us=(activity.start_ns - base_ns) / 1e3,

@@ -25,7 +25,7 @@ class Activity(Protocol):
 def match(activities: Sequence[Activity], nodes: Sequence[GraphNode]) -> list[GraphNode | None]:
     """The node of each activity of one replay; None where it is not certain.
 
-    Where the profiler gives node ids, by id. Elsewhere the k-th activity is the k-th node, and both must have one kind and
+    Where the profiler gives the ids of these nodes, by id. Elsewhere the k-th activity is the k-th node, and both must have one kind and
     name. If one is missing or another one, what stands before it still counts from the start and what stands after it
     from the end; in between nothing is guessed.
 
@@ -36,9 +36,9 @@ def match(activities: Sequence[Activity], nodes: Sequence[GraphNode]) -> list[Gr
     if activities and all(activity.node_id is not None for activity in activities):
         by_id: dict[int | None, GraphNode] = {node.node_id: node for node in nodes if node.node_id is not None}
         found = [by_id.get(activity.node_id) for activity in activities]
-        # Some drivers number the nodes of an instantiated graph anew.
-        if any(node is not None for node in found):
-            return [node if node is not None and _fits(a, node) else None for a, node in zip(activities, found, strict=True)]
+        # Some drivers number the nodes of an instantiated graph anew; ids that do not fit throughout say nothing.
+        if all(node is not None and _fits(activity, node) for activity, node in zip(activities, found, strict=True)):
+            return found
     return _match_by_order(activities, nodes)
 
 
