@@ -16,6 +16,7 @@ from graphrt.linear import Float8Linear
 from graphrt.module_ranges import module_ranges
 from graphrt.nsys import nsys_window
 from graphrt.parity import ParityDifference, ParityReport, check_parity
+from graphrt.profiling import StepProfile
 from graphrt.recipe import DelayedScaling, Format
 from graphrt.region import ForwardMark, mark_forward, recompute_phase
 from graphrt.report import TrainerReport
@@ -41,6 +42,7 @@ __all__ = [
     "QuantizationState",
     "RecipeError",
     "StaticInputError",
+    "StepProfile",
     "StepResult",
     "Trainer",
     "TrainerReport",

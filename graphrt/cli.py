@@ -238,6 +238,64 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
     raise typer.Exit(examine(as_json=as_json))
 
 
+_PROFILE_HELP = """Show where a training step's time goes: by module, direction, phase and kernel, captured and eager side by side.
+
+RUN is the folder of a graphrt train run, whose settings and checkpoint are used, or a preset. Without one: the tiny preset. On a
+machine without a GPU the times are those of CPU operations, replayed by the recorder. The run's checkpoint is left as it is.
+
+Examples:
+
+  graphrt profile
+
+  graphrt profile runs/first --steps 5
+
+  graphrt profile 125m --device cuda --out profile-125m
+
+The folder gets profile.json (every row), trace.json (open it at ui.perfetto.dev), node_map.json, and with the plot extra profile.png.
+"""
+
+
+@app.command(help=_PROFILE_HELP)
+def profile(
+    run: Annotated[str | None, typer.Argument(help="Run folder or preset.", show_default="tiny", metavar="[RUN]")] = None,
+    preset: Annotated[str | None, _option("--preset", help="Model, instead of RUN.", default="tiny", metavar="|".join(PRESETS))] = None,
+    steps: Annotated[int, typer.Option("--steps", help="Steps to watch of each path.")] = 3,
+    out: Annotated[Path | None, _option("--out", help="Folder for the files.", default="RUN/profile or runs/PRESET-profile")] = None,
+    batch_size: Annotated[int | None, _option(help="Sequences per optimizer step.", default="the preset's")] = None,
+    seq_len: Annotated[int | None, _option(help="Tokens per sequence, a multiple of 16.", default="the preset's")] = None,
+    grad_accum: Annotated[int | None, _option(help="Microbatches a batch is split into.", default="1")] = None,
+    precision: Annotated[str | None, _option(help="Of the blocks' linears.", default="fp8", metavar="fp8|bf16|fp32")] = None,
+    checkpointing: Annotated[
+        str | None, _option(help="Recompute each block in the backward.", default="none", metavar="none|block")
+    ] = None,
+    mode: Annotated[str | None, _option(help="eager leaves the captured path out.", default="graph", metavar="graph|eager")] = None,
+    device: Annotated[str | None, _option(help="cpu, cuda or cuda:N.", default="cuda if there is one")] = None,
+) -> None:
+    options = {
+        "preset": preset, "batch_size": batch_size, "seq_len": seq_len, "grad_accum": grad_accum, "precision": precision,
+        "checkpointing": checkpointing, "mode": mode, "device": device,
+    }  # fmt: skip
+    raise typer.Exit(_run_profile(run, options, steps, out))
+
+
+def _run_profile(target: str | None, options: dict[str, Any], num_steps: int, out: Path | None) -> int:
+    import torch
+    from rich.console import Console
+
+    from graphrt.errors import GraphrtError
+    from graphrt.profile_job import plan_profile, run_profile
+
+    try:
+        run_profile(plan_profile(target, options, num_steps, out), Console())
+    except torch.OutOfMemoryError:
+        return _complain("The GPU has too little memory for both paths. Use a smaller --batch-size.", _FAILURE_EXIT_CODE)
+    except GraphrtError as error:
+        return _complain(f"{type(error).__name__}: {error}", _FAILURE_EXIT_CODE)
+    except OSError as error:
+        return _complain(f"{error.filename or out} cannot be written: {error.strerror or error}.", _FAILURE_EXIT_CODE)
+    return 0
+
+
 @app.command()
 def check(
     target: Annotated[str, typer.Argument(help="MODULE:FUNCTION; the function returns (trainer, batch).", metavar="MODULE:FUNCTION")],

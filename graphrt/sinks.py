@@ -13,6 +13,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from graphrt.owners import working_for
+
 __all__ = ["GradientSinks", "deliver"]
 
 #: Computes a weight gradient, into ``out`` if one is given.
@@ -37,7 +39,8 @@ class _Sink:
     def settle(self) -> None:
         """Zero what is left of the step before, if nothing has overwritten it."""
         if self.is_stale and self.parameter.grad is not None:
-            self.parameter.grad.zero_()
+            with working_for(self.parameter):
+                self.parameter.grad.zero_()
         self.is_stale = False
 
     @torch.no_grad()

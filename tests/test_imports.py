@@ -15,8 +15,8 @@ PACKAGE = Path(graphrt.__file__).parent
 
 #: Layers from the ground up; a module imports from layers below its own, or from its own where that is a package.
 LAYERS = (
-    ("errors", "ranges", "sinks"),
-    ("recipe", "guards", "recompute"),
+    ("errors", "ranges", "owners"),
+    ("recipe", "guards", "recompute", "sinks"),
     ("kernels", "module_ranges", "nsys"),
     ("state",),
     ("region",),
@@ -25,7 +25,7 @@ LAYERS = (
     ("step",),
     ("checkpointing",),
     ("capture", "eager"),
-    ("report",),
+    ("report", "profiling"),
     ("trainer",),
     ("parity", "check"),
 )

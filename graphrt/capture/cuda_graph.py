@@ -5,6 +5,7 @@ garbage collection is on again, the generator is usable, and the pool is the sam
 leaks the private pool of an invalidated capture, so there is only ever one).
 """
 
+import ctypes
 import functools
 import gc
 from collections import Counter
@@ -17,10 +18,11 @@ import torch
 from graphrt.capture.cuda_rng import CudaRng, RngTrace
 from graphrt.capture.driver import call
 from graphrt.capture.memset_nodes import replace_memsets
+from graphrt.capture.nodes import RawNode
 from graphrt.errors import CaptureError
 from graphrt.ranges import INSTANTIATE
 
-__all__ = ["CapturedGraph", "GraphPool", "capture", "capture_stream"]
+__all__ = ["CaptureCounter", "CapturedGraph", "GraphPool", "capture", "capture_stream"]
 
 T = TypeVar("T")
 
@@ -31,7 +33,9 @@ class CapturedGraph:
     def __init__(self, graph: torch.cuda.CUDAGraph, nodes: list[Any], rng: CudaRng) -> None:
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._rng = rng
-        self.num_nodes_by_kind, self.kernel_names = _describe(nodes)
+        self.nodes = _describe(nodes)  # in the order of launch
+        self.num_nodes_by_kind = dict(Counter(node.kind for node in self.nodes))
+        self.kernel_names = tuple(node.kernel for node in self.nodes if node.kernel is not None)
 
     @property
     def num_nodes(self) -> int:
@@ -169,14 +173,60 @@ def _nodes(graph: torch.cuda.CUDAGraph) -> list[Any]:
     return list(call(driver.cuGraphGetNodes, graph.raw_cuda_graph(), num_nodes)[0])
 
 
-def _describe(nodes: list[Any]) -> tuple[dict[str, int], tuple[str, ...]]:
-    """(number of nodes by kind, names of the kernels in the order of launch)."""
+def _describe(nodes: list[Any]) -> tuple[RawNode, ...]:
+    """What the driver says of each node."""
     from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
 
-    kinds = [call(driver.cuGraphNodeGetType, node) for node in nodes]
-    counts = Counter(_KINDS.get(kind.name, "other") for kind in kinds)
-    names = [_kernel_name(driver, node) for node, kind in zip(nodes, kinds, strict=True) if kind.name == "CU_GRAPH_NODE_TYPE_KERNEL"]
-    return dict(counts), tuple(names)
+    id_of = _node_id_query()
+    return tuple(_describe_node(driver, node, id_of) for node in nodes)
+
+
+def _describe_node(driver: Any, node: Any, id_of: Callable[[Any], int | None]) -> RawNode:
+    kind = _KINDS.get(call(driver.cuGraphNodeGetType, node).name, "other")
+    return RawNode(kind, _kernel_name(driver, node) if kind == "kernel" else None, id_of(node))
+
+
+class CaptureCounter:
+    """Counts the nodes of the graph that a stream is being captured into; callable from any thread.
+
+    Args:
+        stream: the stream; before its capture begins, and after it has ended, the count is 0.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
+
+        self._driver, self._stream = driver, stream
+
+    def __call__(self) -> int:
+        driver = self._driver
+        error, status, _, graph, *_ = driver.cuStreamGetCaptureInfo(driver.CUstream(self._stream.cuda_stream))
+        if int(error) or status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
+            # Nothing is captured, or what was is invalid: the operation that made it so says why.
+            return 0
+        error, _, num_nodes = driver.cuGraphGetNodes(graph)
+        return 0 if int(error) else num_nodes
+
+
+def _node_id_query() -> Callable[[Any], int | None]:
+    """A function from a node to the number that profilers give it; to None where neither the driver nor CUPTI tells."""
+    ask_cupti = _cupti_node_id()
+
+    def query(node: Any) -> int | None:
+        if ask_cupti is not None:
+            number = ctypes.c_uint64()
+            return number.value if ask_cupti(ctypes.c_void_p(int(node)), ctypes.byref(number)) == 0 else None
+        return None
+
+    return query
+
+
+def _cupti_node_id() -> Any:
+    """``cuptiGetGraphNodeId`` of the CUPTI that torch has loaded."""
+    for name in ("libcupti.so.13", "libcupti.so.12", "libcupti.so"):
+        with suppress(OSError, AttributeError):
+            return ctypes.CDLL(name).cuptiGetGraphNodeId
+    return None
 
 
 def _kernel_name(driver: Any, node: Any) -> str:

@@ -15,7 +15,7 @@ from graphrt.capture.record_location import Location, find_location, in_parenthe
 from graphrt.capture.record_nodes import OpNode, TensorSpec, name_of, plain_value, storage_key, tensors_in
 from graphrt.errors import CaptureError
 
-__all__ = ["Call", "RecordMode", "uncompared"]
+__all__ = ["Call", "OperationObserver", "RecordMode", "uncompared"]
 
 _UNINITIALISED = frozenset(
     {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::empty_permuted", "aten::new_empty", "aten::new_empty_strided"}
@@ -30,6 +30,13 @@ class Call(Protocol):
     """One node of a recording: work to be done at each replay."""
 
     def run(self) -> None: ...
+
+
+class OperationObserver(Protocol):
+    """Who hears of each operation of the step, before it runs and when it has been recorded."""
+
+    def begin_operation(self, operation: Any) -> None: ...
+    def end_operation(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +97,7 @@ class RecordMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, device_type: str, keep_outputs: bool, current_module: Callable[[], str], is_collecting: bool = False) -> None:
+    def __init__(self, device_type: str, keep_outputs: bool, is_collecting: bool = False) -> None:
         super().__init__()
         self.device_type = device_type
         self.operations: list[OpNode] = []
@@ -99,8 +106,10 @@ class RecordMode(TorchDispatchMode):
         self.is_collecting = is_collecting
         self.has_other_draws = False
         self.is_comparing = True
+        self.observer: OperationObserver | None = None
+        self.num_replayed = 0  # operations so far that a replay runs
         self._keep_outputs = keep_outputs
-        self._current_module = current_module
+        self.current_module: Callable[[], str] = str  # names the submodule that issues what is recorded
         self._owner = threading.get_ident()
         self._made: set[int] = set()  # storages made by the step
         self._constants: set[int] = set()  # those among them that were made from host values
@@ -111,11 +120,15 @@ class RecordMode(TorchDispatchMode):
         kwargs = kwargs or {}
         location = find_location(self._owner)
         self._check(func, operation_hazard(func, args, kwargs, location, self), location)
+        if self.observer is not None:
+            self.observer.begin_operation(func)
         result = func(*args, **kwargs)
         inputs, outputs = list(tensors_in((*args, *kwargs.values()))), list(tensors_in((result,)))
         if name_of(func) not in _BOOKKEEPING and any(tensor.device.type == self.device_type for tensor in (*inputs, *outputs)):
             self._check(func, mixed_devices(func, inputs, outputs, self.device_type), location)
             self._add(func, args, kwargs, result, location)
+            if self.observer is not None:
+                self.observer.end_operation(func, args, kwargs, result)
         return result
 
     # What replaced calls ask and tell (hazards.Watcher, record_rng.RngWatcher).
@@ -175,7 +188,8 @@ class RecordMode(TorchDispatchMode):
             self.calls.append(_constant_call(args[0]) if is_constant else _operation_call(operation, args, kwargs, fresh))
 
     def _add_node(self, name: str, arguments: Any, outputs: Any, is_replayed: bool, location: Location | None) -> None:
-        self.operations.append(OpNode(name, location, self._current_module(), arguments, outputs, is_replayed, self.is_comparing))
+        self.operations.append(OpNode(name, location, self.current_module(), arguments, outputs, is_replayed, self.is_comparing))
+        self.num_replayed += is_replayed
 
     def _describe(self, value: Any, is_constant: bool) -> Any:
         if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):

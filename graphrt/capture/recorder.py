@@ -24,16 +24,18 @@ What the recorder cannot see:
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from graphrt.capture.hazards import refusing_calls
 from graphrt.capture.record_compare import Difference, compare_operations
-from graphrt.capture.record_mode import Call, RecordMode
+from graphrt.capture.record_mode import Call, OperationObserver, RecordMode
 from graphrt.capture.record_modules import module_names
 from graphrt.capture.record_nodes import OpNode, TensorSpec
 from graphrt.capture.record_rng import recorded_rng
@@ -66,6 +68,7 @@ class Recording:
         self._calls = None if calls is None else tuple(calls)
         self._device_type = device_type
         self._is_closed = False
+        self._times_ns: list[tuple[int, int]] | None = None
 
     @property
     def nodes(self) -> tuple[OpNode, ...]:
@@ -89,8 +92,28 @@ class Recording:
             raise CaptureError(f"This recording of {self._device_type} operations is a diagnosis. Capture a CUDA graph to replay.")
         # Recorded below autograd and autocast, so replayed without either, whatever the caller has switched on.
         with torch.inference_mode(), torch.autocast("cpu", enabled=False):
-            for call in self._calls:
+            if self._times_ns is None:
+                for call in self._calls:
+                    call.run()
+            else:
+                self._run_timed(self._calls, self._times_ns)
+
+    @staticmethod
+    def _run_timed(calls: Sequence[Call], times_ns: list[tuple[int, int]]) -> None:
+        with _disable_current_modes():
+            for call in calls:
+                start = time.perf_counter_ns()
                 call.run()
+                times_ns.append((start, time.perf_counter_ns()))
+
+    @contextmanager
+    def timing(self) -> Iterator[list[tuple[int, int]]]:
+        """Replays inside the block append to the list yielded, for each node, when it began and ended (`perf_counter_ns`)."""
+        self._times_ns = []
+        try:
+            yield self._times_ns
+        finally:
+            self._times_ns = None
 
     def close(self) -> None:
         """Drop operations, intermediates and outputs. Closing twice does nothing."""
@@ -105,12 +128,14 @@ def record(
     on_module: nn.Module | None = None,
     keep_outputs: bool = True,
     is_collecting: bool = False,
+    observe: Callable[[Callable[[], int]], AbstractContextManager[OperationObserver]] | None = None,
 ) -> tuple[Recording, T]:
     """Run `body` once and record its operations; returns the recording and what `body` returned.
 
     device_type: the device whose work is recorded; operations on other devices run but are no part of the step.
     on_module: a root module, so that each node carries the name of the submodule that issued it.
     keep_outputs: False keeps no tensors alive; such a recording can be compared but not replayed.
+    observe: called with a function that counts the nodes so far; what it yields hears of every operation.
     is_collecting: go on after what a graph cannot hold, and keep it in `Recording.refusals`; for comparing only.
 
     Raises CaptureError for what a CUDA graph cannot hold, also where `body` swallowed the error. Exceptions of `body` pass
@@ -119,7 +144,8 @@ def record(
     if not _recording.acquire(blocking=False):
         raise CaptureError("A recording is under way in this process. Record one step at a time.")
     try:
-        mode, outputs = _run(body, device_type, on_module, keep_outputs and not is_collecting, is_collecting)
+        mode = RecordMode(device_type, keep_outputs and not is_collecting, is_collecting)
+        outputs = _run(body, mode, on_module, observe)
     finally:
         _recording.release()
     kept = (mode.calls, outputs) if keep_outputs and not is_collecting else (None, None)
@@ -136,19 +162,22 @@ def compare(first: Recording, second: Recording) -> list[Difference]:
 
 
 def _run(
-    body: Callable[[], T], device_type: str, on_module: nn.Module | None, keep_outputs: bool, is_collecting: bool
-) -> tuple[RecordMode, T]:
+    body: Callable[[], T],
+    mode: RecordMode,
+    on_module: nn.Module | None,
+    observe: Callable[[Callable[[], int]], AbstractContextManager[OperationObserver]] | None,
+) -> T:
     with ExitStack() as stack:
-        current_module = stack.enter_context(module_names(on_module))
-        mode = RecordMode(device_type, keep_outputs, current_module, is_collecting)
+        mode.current_module = stack.enter_context(module_names(on_module))
         stack.enter_context(_raising_refusal(mode))
         stack.enter_context(refusing_calls(mode))
         stack.enter_context(recorded_rng(mode))
         # A compiled block runs as the operations it was compiled from, in every step of a run alike.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if observe is not None:
+            mode.observer = stack.enter_context(observe(lambda: mode.num_replayed))
         stack.enter_context(mode)
-        outputs = body()
-    return mode, outputs
+        return body()
 
 
 @contextmanager

@@ -8,7 +8,7 @@ inputs and replays. Without a GPU the recorder takes the place of the CUDA graph
 import enum
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,10 +17,12 @@ import torch
 
 from graphrt import batch as batches
 from graphrt import kernels
-from graphrt.capture.cuda_graph import GraphPool, capture, capture_stream
+from graphrt.capture.attribution import attributing
+from graphrt.capture.cuda_graph import CaptureCounter, CapturedGraph, GraphPool, capture, capture_stream
 from graphrt.capture.cuda_rng import RngTrace, observed_rng
 from graphrt.capture.fingerprint import Fingerprint
 from graphrt.capture.inputs import StaticInputs, signature
+from graphrt.capture.nodes import NodeMap, NodeObserver, raw_operations
 from graphrt.capture.recorder import Recording, compare, record
 from graphrt.capture.region import CapturedRegion
 from graphrt.capture.results import StaticResults
@@ -72,6 +74,7 @@ class StepGraph:
         self.observation: Recording | None = None
         self.rng_trace = RngTrace()
         self.graph: _Replayable | None = None
+        self.node_map: NodeMap | None = None  # of the graph
         self.settings: Fingerprint | None = None  # of the last warmup step
 
     @property
@@ -125,12 +128,12 @@ class StepGraph:
             self.results.write(result)
         return result
 
-    def run_observed(self) -> Recording | None:
+    def run_observed(self, observer: NodeObserver) -> Recording | None:
         """As `run_captured`, watched if the last warmup step was."""
         if self.observation is None:
             self.run_captured()
             return None
-        return self._record()
+        return self._record(observer=observer)
 
     def watch(self, batch: Any) -> Recording:
         """One step, executed and recorded, whatever a graph would refuse in it."""
@@ -138,9 +141,15 @@ class StepGraph:
         with self.runner.on_capture_stream():
             return self._record(is_collecting=True)
 
-    def _record(self, *, is_collecting: bool = False) -> Recording:
-        kind, model = self.runner.device.type, self.runner.body.model
-        return record(self.run_captured, device_type=kind, on_module=model, keep_outputs=False, is_collecting=is_collecting)[0]
+    def _record(self, *, is_collecting: bool = False, observer: NodeObserver | None = None) -> Recording:
+        return record(
+            self.run_captured,
+            device_type=self.runner.device.type,
+            on_module=self.runner.body.model,
+            keep_outputs=False,
+            is_collecting=is_collecting,
+            observe=None if observer is None else lambda _: nullcontext(observer),
+        )[0]
 
     def diagnose(self) -> CaptureError | None:
         """What the step holds that a graph cannot: the same step again, executed and watched. None if nothing is found."""
@@ -185,7 +194,7 @@ class StepGraph:
         if self.observation is not None:
             self.observation.close()
         self.weights.close()
-        self.graph = self.observation = self.results = None
+        self.graph = self.observation = self.results = self.node_map = None
 
 
 class CapturedRunner:
@@ -206,6 +215,7 @@ class CapturedRunner:
         self._stream = capture_stream(device) if self.is_cuda else None
         self._pool: GraphPool | None = None
         self._graphs: dict[Any, StepGraph] = {}
+        self.latest: StepGraph | None = None  # of the last batch
         self._fingerprint: Fingerprint | None = None
         self.weights = WeightStorage(body.model)
         self._peak_bytes = 0
@@ -230,7 +240,12 @@ class CapturedRunner:
             return None
         if graph is None:
             graph = self._graphs[key] = StepGraph(self, batch)
+        self.latest = graph
         return graph
+
+    def find(self, batch: Any) -> StepGraph | None:
+        """The graph of this batch's shape if there is one."""
+        return self._graphs.get(signature(batch))
 
     def check(self) -> None:
         """Raise CaptureError unless everything the graphs hold is where and what it was."""
@@ -310,8 +325,7 @@ class CapturedRunner:
         if self._pool is None:
             self._pool = GraphPool(self._stream)
         try:
-            with _no_compiling():
-                captured, observation = capture(graph.run_observed, stream=self._stream, pool=self._pool.handle, rng_trace=graph.rng_trace)
+            captured, observation = self._capture_with_names(graph, self._stream, self._pool)
         except CaptureError:
             raise
         except RuntimeError as error:
@@ -325,9 +339,31 @@ class CapturedRunner:
         self.stats.pool_bytes_after = torch.cuda.memory_reserved(self.device)
         return captured, observation
 
+    def _capture_with_names(self, graph: StepGraph, stream: torch.cuda.Stream, pool: GraphPool) -> tuple[CapturedGraph, Recording | None]:
+        """Capture, and note which nodes belong to which module."""
+        observer = NodeObserver(CaptureCounter(stream))
+
+        def body() -> Recording | None:
+            with attributing(self.body.model, observer.leave):
+                return graph.run_observed(observer)
+
+        with _no_compiling():
+            captured, observation = capture(body, stream=stream, pool=pool.handle, rng_trace=graph.rng_trace)
+        graph.node_map = observer.node_map(captured.nodes)
+        return captured, observation
+
     def _capture_cpu(self, graph: StepGraph) -> tuple[_Replayable, Recording | None]:
-        """Record the step, which runs it for real."""
-        recording, _ = record(graph.run_captured, device_type="cpu", on_module=self.body.model)
+        """Record the step, which runs it for real, and note which operations belong to which module."""
+        observers: list[NodeObserver] = []
+
+        @contextmanager
+        def observe(num_nodes: Callable[[], int]) -> Iterator[NodeObserver]:
+            observers.append(NodeObserver(num_nodes))
+            with attributing(self.body.model, observers[0].leave):
+                yield observers[0]
+
+        recording, _ = record(graph.run_captured, device_type="cpu", on_module=self.body.model, observe=observe)
+        graph.node_map = observers[0].node_map(raw_operations(recording.operations))
         self.stats.num_nodes_by_kind = {"operation": recording.num_nodes}
         return recording, recording
 
@@ -391,6 +427,7 @@ class CapturedRunner:
             graph.close()
         self._graphs.clear()
         self.weights.clear()
+        self.latest = None
         self._fingerprint = None
         if self._pool is not None:
             self._pool.close()

@@ -17,6 +17,7 @@ from graphrt.kernels.rope import MAX_HEAD_SIZE, rope_, rope_backward
 from graphrt.nn.gemm import Gemm, can_fuse, gemm_of, is_fusable
 from graphrt.nn.norm import composed_norm, residual_rms_norm_backward
 from graphrt.nn.rows import flatten
+from graphrt.owners import working_for
 from graphrt.recompute import unseen_by_selective_checkpoints
 
 __all__ = ["rotary_qkv"]
@@ -79,7 +80,8 @@ class _RotaryQkv(torch.autograd.Function):
         batch, seq_len, _ = residual.shape
         # In place on the product: a selective checkpoint that kept it would hand it out turned, to be turned again.
         with torch.autocast(residual.device.type, enabled=False), unseen_by_selective_checkpoints():
-            stream, n, rstd = rms_norm(flatten(delta), flatten(residual), norm_weight, eps, to=gemm.input_target())
+            with working_for(norm_weight):
+                stream, n, rstd = rms_norm(flatten(delta), flatten(residual), norm_weight, eps, to=gemm.input_target())
             packed = gemm.forward(n).view(batch, seq_len, 3, num_heads, -1)
             rope_(packed, cos, sin)
         ctx.save_for_backward(stream, rstd, norm_weight, cos, sin, *gemm.release(n))
@@ -100,7 +102,8 @@ class _RotaryQkv(torch.autograd.Function):
         grad = gemm.receive(rope_backward(grad_query, grad_key, grad_value, cos, sin, to=gemm.grad_target(transpose=needs_weight)))
         grad_n = gemm.grad_input(grad, saved)
         grad_weight = gemm.weight_grad(grad, saved) if needs_weight else None
-        grad_x, grad_norm = residual_rms_norm_backward(grad_n, stream, rstd, norm_weight, flatten(grad_stream), ctx.norm_parameter)
+        with working_for(norm_weight):
+            grad_x, grad_norm = residual_rms_norm_backward(grad_n, stream, rstd, norm_weight, flatten(grad_stream), ctx.norm_parameter)
         gemm.finish()
         grad_x = grad_x.view(ctx.shape)
         return grad_x, grad_x, grad_norm, grad_weight, None, None, None, None, None

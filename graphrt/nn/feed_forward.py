@@ -22,6 +22,7 @@ from graphrt.kernels.swiglu import swiglu, swiglu_backward
 from graphrt.nn.gemm import Gemm, can_fuse, gemm_of, is_fusable
 from graphrt.nn.norm import composed_norm, residual_rms_norm_backward
 from graphrt.nn.rows import flatten
+from graphrt.owners import working_for
 from graphrt.recompute import unseen_by_selective_checkpoints
 
 __all__ = ["swiglu_feed_forward"]
@@ -57,7 +58,8 @@ class _FeedForward(torch.autograd.Function):
         ctx: Any, residual: Tensor, delta: Tensor, norm_weight: Tensor, w13: Tensor, w2: Tensor, first: Gemm, second: Gemm, eps: float
     ) -> tuple[Tensor, Tensor]:
         with torch.autocast(residual.device.type, enabled=False), unseen_by_selective_checkpoints():
-            stream, n, rstd = rms_norm(flatten(delta), flatten(residual), norm_weight, eps, to=first.input_target())
+            with working_for(norm_weight):
+                stream, n, rstd = rms_norm(flatten(delta), flatten(residual), norm_weight, eps, to=first.input_target())
             h = first.forward(n)
             a = swiglu(h, to=second.input_target())
             y = second.forward(a)
@@ -82,7 +84,8 @@ class _FeedForward(torch.autograd.Function):
         g13 = first.receive(swiglu_backward(h, grad_a, to=first.grad_target(transpose=needs_w13)))
         grad_n = first.grad_input(g13, saved[:4])
         grad_w13 = first.weight_grad(g13, saved[:4]) if needs_w13 else None
-        grad_x, grad_norm = residual_rms_norm_backward(grad_n, stream, rstd, norm_weight, grad_stream, ctx.norm_parameter)
+        with working_for(norm_weight):
+            grad_x, grad_norm = residual_rms_norm_backward(grad_n, stream, rstd, norm_weight, grad_stream, ctx.norm_parameter)
         first.finish()
         second.finish()
         grad_x = grad_x.view(ctx.shape)

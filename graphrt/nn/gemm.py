@@ -15,6 +15,7 @@ from graphrt.kernels import QuantizedTensor, QuantizeTo
 from graphrt.kernels.fused import MAX_COLUMNS
 from graphrt.kernels.quantized import INPUT_DTYPES
 from graphrt.linear import Float8Linear, LinearCall, finish_backward, weight_grad
+from graphrt.owners import working_for
 from graphrt.sinks import deliver
 
 __all__ = ["CalibratingGemm", "Fp8Gemm", "Gemm", "PlainGemm", "can_fuse", "gemm_of", "is_fusable"]
@@ -26,9 +27,10 @@ Operand = Any
 class PlainGemm:
     """Products in the dtype of the activations; weight gradients in the parameter's, where the GEMM can write it."""
 
-    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
-        self.weight, self.dtype = weight, dtype
-        self._cast: Tensor | None = weight.detach().to(dtype)
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
+        self.linear, self.weight, self.dtype = linear, linear.weight, dtype
+        with working_for(linear):
+            self._cast: Tensor | None = self.weight.detach().to(dtype)
 
     def input_target(self) -> None:
         """Producers write plain tensors."""
@@ -46,7 +48,8 @@ class PlainGemm:
     def forward(self, x: Operand) -> Tensor:
         """``x w^T``: [rows, in_features] -> [rows, out_features]."""
         assert self._cast is not None
-        return x @ self._cast.t()
+        with working_for(self.linear):
+            return x @ self._cast.t()
 
     def release(self, x: Operand) -> list[Tensor | None]:
         """What the backward needs, for ``save_for_backward``, four entries; nothing of it is kept here."""
@@ -59,11 +62,13 @@ class PlainGemm:
 
     def grad_input(self, grad: Operand, saved: list[Tensor]) -> Tensor:
         """``dy w``."""
-        return grad @ saved[2]
+        with working_for(self.linear):
+            return grad @ saved[2]
 
     def weight_grad(self, grad: Operand, saved: list[Tensor]) -> Tensor | None:
         """``dy^T x`` into the weight's sink, or returned."""
-        return deliver(self.weight, lambda out: _mm(grad.t(), saved[0], self.weight.dtype, out))
+        with working_for(self.linear):
+            return deliver(self.weight, lambda out: _mm(grad.t(), saved[0], self.weight.dtype, out))
 
     def finish(self) -> None:
         """Nothing was requested."""
@@ -73,20 +78,22 @@ class CalibratingGemm(PlainGemm):
     """Plain products that record the amaxes a quantized step would have."""
 
     def __init__(self, linear: Float8Linear, call: LinearCall, dtype: torch.dtype) -> None:
-        super().__init__(linear.weight, dtype)
+        super().__init__(linear, dtype)
         self._call = call
 
     def forward(self, x: Operand) -> Tensor:
         """As `PlainGemm.forward`; records the input's and the weight's amax."""
         call = self._call
         if call.is_training:
-            kernels.record_amax_(x, call.state.staging_row, call.slots.input)
-            kernels.record_amax_(self.weight.detach(), call.state.staging_row, call.slots.weight)
+            with working_for(self.linear):
+                kernels.record_amax_(x, call.state.staging_row, call.slots.input)
+                kernels.record_amax_(self.weight.detach(), call.state.staging_row, call.slots.weight)
         return super().forward(x)
 
     def receive(self, grad: Operand) -> Operand:
         """Records the output gradient's amax."""
-        kernels.record_amax_(grad, self._call.state.staging_row, self._call.slots.grad_output)
+        with working_for(self.linear):
+            kernels.record_amax_(grad, self._call.state.staging_row, self._call.slots.grad_output)
         return grad
 
     def prepare_grad(self, grad_output: Tensor, transpose: bool = True) -> Tensor:
@@ -103,7 +110,7 @@ class Fp8Gemm:
     """Products of FP8 operands, with the scales of the linear's slots."""
 
     def __init__(self, linear: Float8Linear, call: LinearCall, weight: QuantizedTensor, dtype: torch.dtype) -> None:
-        self.weight, self.dtype, self._call = linear.weight, dtype, call
+        self.linear, self.weight, self.dtype, self._call = linear, linear.weight, dtype, call
         self._quantized: QuantizedTensor | None = weight
 
     def input_target(self) -> QuantizeTo:
@@ -125,13 +132,15 @@ class Fp8Gemm:
     def prepare_grad(self, grad_output: Tensor, transpose: bool = True) -> QuantizedTensor:
         """Quantize an output gradient that another kernel left plain."""
         to = self.grad_target(transpose)
-        return kernels.quantize(grad_output, to.scale, to.scale_inv, to.slot, to.dtype, amax=to.amax, transpose=transpose)
+        with working_for(self.linear):
+            return kernels.quantize(grad_output, to.scale, to.scale_inv, to.slot, to.dtype, amax=to.amax, transpose=transpose)
 
     def forward(self, x: Operand) -> Tensor:
         """``x w^T``: [rows, in_features] -> [rows, out_features]."""
         w = self._quantized
         assert w is not None
-        return kernels.scaled_mm(x.data, x.scale_inv, w.data, w.scale_inv, self.dtype, fast_accum=True)
+        with working_for(self.linear):
+            return kernels.scaled_mm(x.data, x.scale_inv, w.data, w.scale_inv, self.dtype, fast_accum=True)
 
     def release(self, x: Operand) -> list[Tensor | None]:
         """What the backward needs, for ``save_for_backward``, four entries; nothing of it is kept here."""
@@ -145,11 +154,13 @@ class Fp8Gemm:
 
     def grad_input(self, grad: Operand, saved: list[Tensor]) -> Tensor:
         """``dy w``."""
-        return kernels.scaled_mm(grad.data, grad.scale_inv, saved[2], saved[3], self.dtype, fast_accum=False)
+        with working_for(self.linear):
+            return kernels.scaled_mm(grad.data, grad.scale_inv, saved[2], saved[3], self.dtype, fast_accum=False)
 
     def weight_grad(self, grad: Operand, saved: list[Tensor]) -> Tensor | None:
         """``dy^T x`` into the weight's sink, or returned."""
-        return deliver(self.weight, lambda out: weight_grad(grad, saved[0], saved[1], self.weight.dtype, out))
+        with working_for(self.linear):
+            return deliver(self.weight, lambda out: weight_grad(grad, saved[0], saved[1], self.weight.dtype, out))
 
     def finish(self) -> None:
         """A quantized backward has run: request the scale update."""
@@ -190,10 +201,12 @@ def gemm_of(linear: nn.Linear, x: Tensor) -> Gemm:
         linear: without bias.
         x: the activation the fused layer starts from, for device and dtype.
     """
-    prepared = linear.prepare(x) if isinstance(linear, Float8Linear) else None
+    if not isinstance(linear, Float8Linear):
+        return PlainGemm(linear, x.dtype)
+    with working_for(linear):
+        prepared = linear.prepare(x)
     if prepared is None:
-        return PlainGemm(linear.weight, x.dtype)
-    assert isinstance(linear, Float8Linear)
+        return PlainGemm(linear, x.dtype)
     call, weight = prepared
     return CalibratingGemm(linear, call, x.dtype) if weight is None else Fp8Gemm(linear, call, weight, x.dtype)
 

@@ -26,7 +26,7 @@ def linear(x: Tensor, module: nn.Linear) -> Tensor:
     """
     if type(module) is not nn.Linear or not can_fuse(x, module):
         return module(x)
-    return _Linear.apply(x, module.weight, PlainGemm(module.weight, x.dtype))
+    return _Linear.apply(x, module.weight, PlainGemm(module, x.dtype))
 
 
 class _Linear(torch.autograd.Function):

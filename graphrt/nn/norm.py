@@ -11,6 +11,7 @@ from graphrt.guards import untraced
 from graphrt.kernels.norm import rms_norm, rms_norm_input_grad
 from graphrt.nn.gemm import is_fusable
 from graphrt.nn.rows import flatten
+from graphrt.owners import working_for
 from graphrt.sinks import deliver
 
 __all__ = ["composed_norm", "residual_rms_norm", "residual_rms_norm_backward"]
@@ -61,7 +62,8 @@ def residual_rms_norm_backward(
 class _ResidualNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, residual: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        stream, n, rstd = rms_norm(flatten(delta), flatten(residual), weight, eps)
+        with working_for(weight):
+            stream, n, rstd = rms_norm(flatten(delta), flatten(residual), weight, eps)
         assert isinstance(n, Tensor)
         ctx.save_for_backward(stream, rstd, weight)
         ctx.parameter, ctx.shape = weight if ctx.needs_input_grad[2] else None, residual.shape
@@ -75,6 +77,7 @@ class _ResidualNorm(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         stream, rstd, weight = ctx.saved_tensors
         grad_stream, grad_n = map(flatten, grad_outputs)
-        grad_x, grad_weight = residual_rms_norm_backward(grad_n, stream, rstd, weight, grad_stream, ctx.parameter)
+        with working_for(weight):
+            grad_x, grad_weight = residual_rms_norm_backward(grad_n, stream, rstd, weight, grad_stream, ctx.parameter)
         grad_x = grad_x.view(ctx.shape)
         return grad_x, grad_x, grad_weight, None
