@@ -14,12 +14,14 @@ Modules are called through ``nn.Module.__call__``, which is replaced while liste
 blocks compile again. A compiled block is one module then: no Python runs inside it.
 """
 
+import functools
+import sys
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,9 @@ from graphrt.owners import hearing_owners
 from graphrt.ranges import listening
 
 __all__ = ["Attribution", "Place", "attributing"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 #: Ranges that are phases of a step; the others say nothing about what the work is for.
 _PHASES = frozenset({"zero_grad", "forward", "backward", "scale_update", "clip", "optimizer", "copy_inputs", "replay"})
@@ -49,6 +54,36 @@ class Place:
     direction: str = ""
     module: str = ""
     function: str = ""
+
+
+_eval_frame: Any = getattr(torch._C, "_dynamo").eval_frame  # noqa: B009  (the stubs do not know it)
+
+
+_frames: list[Any] = []
+
+
+def _unseen(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorator: a compiled block that calls the function, after a graph break, does not look into it and compile it."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        before = _eval_frame.set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _eval_frame.set_eval_frame(before)
+
+    _frames.append(run)
+    return run
+
+
+def _hide(frames: Iterable[Any]) -> None:
+    """Let the compiler, if it is loaded, pass over these functions and look at what they call."""
+    decorators = sys.modules.get("torch._dynamo.decorators")
+    skip_code = getattr(decorators, "skip_code", None)
+    if skip_code is not None:
+        for function in frames:
+            skip_code(function.__code__)
 
 
 class Attribution:
@@ -95,6 +130,7 @@ class Attribution:
 
     # -- ranges and owners
 
+    @_unseen
     def enter_range(self, name: str) -> None:
         if name not in _PHASES:
             return
@@ -104,6 +140,7 @@ class Attribution:
             self._node = ("", "")
         self._update()
 
+    @_unseen
     def exit_range(self, name: str) -> None:
         if name not in _PHASES:
             return
@@ -112,6 +149,7 @@ class Attribution:
             self._num_running.pop()
         self._update()
 
+    @_unseen
     def enter_owner(self, owner: nn.Module | Tensor) -> None:
         if isinstance(owner, Tensor):
             # A recompute hands its backward other tensor objects on the same data.
@@ -121,6 +159,7 @@ class Attribution:
         self._owners.append(self.place.module if name is None else name)
         self._update()
 
+    @_unseen
     def exit_owner(self) -> None:
         self._owners.pop()
         self._update()
@@ -142,17 +181,20 @@ class Attribution:
             finally:
                 self._exit_module()
 
+        _hide([call, *_frames])
         nn.Module.__call__ = call
         try:
             yield
         finally:
             nn.Module.__call__ = original
 
+    @_unseen
     def _enter_module(self, name: str) -> None:
         self._running.append(name)
         self._begin_stretch(name)
         self._update()
 
+    @_unseen
     def _exit_module(self) -> None:
         self._running.pop()
         self._begin_stretch(self._running[-1] if self._running else "")
