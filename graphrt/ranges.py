@@ -18,7 +18,7 @@ import nvtx
 
 __all__ = [
     "BACKWARD", "CAPTURE", "CLIP", "COPY_INPUTS", "DOMAIN_NAME", "FLUSH", "FORWARD", "INSTANTIATE", "MICROBATCH", "OPTIMIZER",
-    "REPLAY", "RESULTS", "SCALE_UPDATE", "STEP", "WARMUP", "ZERO_GRAD", "Range", "RangeListener", "listening",
+    "QUANTIZE_WEIGHTS", "REPLAY", "RESULTS", "SCALE_UPDATE", "STEP", "WARMUP", "ZERO_GRAD", "Range", "RangeListener", "listening",
 ]  # fmt: skip
 
 DOMAIN_NAME = "graphrt"
@@ -101,5 +101,7 @@ FORWARD = Range("forward")
 BACKWARD = Range("backward")
 FLUSH = Range("flush")
 SCALE_UPDATE = Range("scale_update")
+#: A captured step's one launch for all FP8 weights.
+QUANTIZE_WEIGHTS = Range("quantize_weights")
 CLIP = Range("clip")
 OPTIMIZER = Range("optimizer")

@@ -77,7 +77,7 @@ def test_every_gemm_of_a_fused_llama_belongs_to_its_linear(device):
     for direction in ("forward", "backward"):
         assert modules(node_map, direction) >= {*named, "blocks.0", "blocks.1", "embed", "norm", "head"}
     assert {node.place.phase for node in node_map.nodes} == {
-        "zero_grad", "forward", "backward", "scale_update", "clip", "optimizer", "results",
+        "zero_grad", "quantize_weights", "forward", "backward", "scale_update", "clip", "optimizer", "results",
     }  # fmt: skip
     for node in node_map.nodes:
         assert (node.place.direction != "") == (node.place.phase in ("forward", "backward")), node

@@ -35,7 +35,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 #: Ranges that are phases of a step; the others say nothing about what the work is for.
-_PHASES = frozenset({"zero_grad", "forward", "backward", "scale_update", "clip", "optimizer", "copy_inputs", "replay"})
+_PHASES = frozenset({"zero_grad", "quantize_weights", "forward", "backward", "scale_update", "clip", "optimizer", "copy_inputs", "replay"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,8 @@ class Place:
     """Where in a step a piece of work belongs.
 
     Attributes:
-        phase: "zero_grad", "forward", "backward", "scale_update", "clip", "optimizer", "copy_inputs", "replay" (what a
+        phase: "zero_grad", "quantize_weights" (a captured step makes all FP8 weights at once), "forward", "backward",
+            "scale_update", "clip", "optimizer", "copy_inputs", "replay" (what a
             replay issues beside the graph), or "results": loss, metrics and counts, made ready for the caller.
         direction: "forward", "backward", "recompute" (a checkpointed forward again), or "" for work of no layer.
         module: fully qualified name, "" for the root module and for work outside of modules.

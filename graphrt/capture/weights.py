@@ -21,6 +21,7 @@ from graphrt.capture.record_mode import uncompared
 from graphrt.errors import CaptureError
 from graphrt.kernels import QuantizedTensor, QuantizeEntry, QuantizeTable, QuantizeTo
 from graphrt.linear import Float8Linear, WeightKey
+from graphrt.ranges import QUANTIZE_WEIGHTS
 from graphrt.region import RegionRecord
 
 __all__ = ["StepWeights", "WeightStorage"]
@@ -98,7 +99,7 @@ class StepWeights:
             stored.begin(_training_key(linear, record))
         if not (self._is_batching and self._table is not None and record.has_gradients):
             return
-        with uncompared():
+        with QUANTIZE_WEIGHTS, uncompared():
             kernels.quantize_many(self._table)
         for linear in self._batched:
             stored = self._in_step[linear]

@@ -11,6 +11,7 @@ from graphrt.guards import untraced
 from graphrt.kernels.embedding import embedding_backward
 from graphrt.kernels.quantized import INPUT_DTYPES
 from graphrt.nn.rows import flatten
+from graphrt.owners import working_for
 from graphrt.sinks import deliver
 
 __all__ = ["embedding"]
@@ -53,7 +54,8 @@ class _Embedding(torch.autograd.Function):
         ctx.save_for_backward(tokens)
         # The weight is read in the backward for its sink and its shape alone, so an update in between is no mistake.
         ctx.weight, ctx.padding_idx = weight, padding_idx
-        return F.embedding(tokens, weight).to(dtype)
+        with working_for(weight):
+            return F.embedding(tokens, weight).to(dtype)
 
     @staticmethod
     @untraced
@@ -71,4 +73,5 @@ class _Embedding(torch.autograd.Function):
             embedding_backward(grad, flat, out, accumulate=accumulate, padding_idx=ctx.padding_idx)
             return out
 
-        return None, deliver(ctx.weight, write, lambda out: write(out, accumulate=True)), None, None
+        with working_for(ctx.weight):
+            return None, deliver(ctx.weight, write, lambda out: write(out, accumulate=True)), None, None
