@@ -219,7 +219,8 @@ def test_a_graph_is_instantiated_once_and_then_replayed(tmp_path):
     record = record_steps(tmp_path, "cuda")
     captured = record.sections["captured 3"].paths
     assert captured == [
-        "step", "step/copy_inputs", "step/capture", *below("step/capture", CAPTURED_BODY), "step/capture/instantiate", "step/replay", "step/results"
+        "step", "step/copy_inputs", "step/capture", *below("step/capture", CAPTURED_BODY), "step/capture/instantiate",
+        "step/replay", "step/results",
     ]  # fmt: skip
     assert record.sections["captured 4"].paths == ["step", *below("step", "copy_inputs replay results")]
     assert {name for name, section in record.sections.items() if any(section.depth.values())} == set()
