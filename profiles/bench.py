@@ -101,7 +101,7 @@ def _build(settings: Any, device: Any, *, is_compiled: bool) -> Any:
     compiled_loss = torch.compile(cross_entropy)
 
     def loss_fn(model: Any, batch: Any) -> torch.Tensor:
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16):
             return compiled_loss(model(batch["tokens"]), batch["labels"])
 
     return graphrt.Trainer(model, make_optimizer(model, settings.lr), loss_fn, max_grad_norm=1.0)
@@ -111,7 +111,7 @@ def _profile(trainer: Any, batches: list[Any], ms: float, show_kernels: int) -> 
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as recorded:
         for i in range(NUM_PROFILED):
             trainer.step(batches[i % POOL])
         torch.cuda.synchronize()

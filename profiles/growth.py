@@ -151,10 +151,13 @@ def main() -> int:
         print("growth.py needs an NVIDIA GPU, and there is none; try it with --device cpu --quick.", file=sys.stderr)
         return 2
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device(args.device)
-    rows = list(run(args.axes.split(","), device, args.quick))
+    rows = []
+    for row in run(args.axes.split(","), device, args.quick):
+        rows.append(row)
+        if args.out:  # a run that is cut short leaves what it measured
+            args.out.with_suffix(".json").write_text(json.dumps(rows, indent=1))
     if args.out:
         name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU recorder"
-        args.out.with_suffix(".json").write_text(json.dumps(rows, indent=1))
         plot(rows, args.out.with_suffix(".png"), f"One captured FP8 step, {name}, torch {torch.__version__}")
     return 0
 

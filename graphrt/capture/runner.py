@@ -328,7 +328,9 @@ class CapturedRunner:
             captured, observation = self._capture_with_names(graph, self._stream, self._pool)
         except CaptureError:
             raise
-        except RuntimeError as error:
+        except Exception as error:
+            if not _is_of_the_device(error):
+                raise  # the step's own
             # The driver names no operation; the step's parameters and buffers are put back by the caller, as after any failure.
             found = graph.diagnose()
             raise found or CaptureError(
@@ -450,6 +452,11 @@ def _has_compiled_parts(body: StepBody) -> bool:
         isinstance(module, compiled_module) or module._compiled_call_impl is not None or is_compiled(module.forward)
         for module in body.model.modules()
     )
+
+
+def _is_of_the_device(error: Exception) -> bool:
+    """Whether an error may be how torch or the driver says that something cannot be captured."""
+    return isinstance(error, RuntimeError) or type(error).__module__.startswith("cuda.")
 
 
 def _first_line(error: BaseException) -> str:

@@ -87,7 +87,7 @@ def watch_cuda(
             left.append((step, place))
 
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
         for step in range(num_steps):  # noqa: B007  (read by mark)
             with attributing(model, mark):
                 run_step()

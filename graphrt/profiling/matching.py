@@ -65,7 +65,13 @@ def _num_fitting(activities: Sequence[Activity], nodes: Sequence[GraphNode]) -> 
 
 
 def _fits(activity: Activity, node: GraphNode) -> bool:
+    if activity.kind == "kernel" and _DEVICE_COPY.match(activity.name):
+        return activity.name.startswith(node.kind)
     return activity.kind == node.kind and (node.kernel is None or is_same_kernel(node.kernel, activity.name))
+
+
+# The driver runs small copies and memsets of a graph as kernels of its own.
+_DEVICE_COPY = re.compile(r"mem(cpy|set)\d*_")
 
 
 @functools.cache
