@@ -388,9 +388,12 @@ class CapturedRunner:
             return
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            yield
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            # Also after an error: what is put back then must not be overtaken by what was enqueued before it.
+            current.wait_stream(self._stream)
 
     @property
     def can_observe(self) -> bool:
