@@ -16,6 +16,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -181,22 +182,31 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("bench.py needs an NVIDIA GPU, and there is none.", file=sys.stderr)
         return 2
-    rows = []
+    found, num_failed = [], 0
+    for row in _measure_all(args):
+        if row is None:
+            num_failed += 1
+            continue
+        found.append(row)
+        print(f"{row['preset']} {row['side']}: {row['ms']} ms", file=sys.stderr, flush=True)
+        if args.out:  # a run that is cut short leaves what it measured
+            args.out.write_text(json.dumps(found, indent=1))
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    _print_table(found)
+    return 1 if num_failed else 0
+
+
+def _measure_all(args: argparse.Namespace) -> Iterator[dict[str, Any] | None]:
+    """A row for each side of each preset, as it is measured; None for one that failed."""
     for preset in args.presets.split(","):
         for precision, mode in product(filter(None, args.precisions.split(",")), args.modes.split(",")):
             command = [sys.executable, __file__, "--one", preset, precision, mode, "--kernels", str(args.kernels)]
-            rows.append(_run_process(command, f"{preset} {precision} {mode}"))
+            yield _run_process(command, f"{preset} {precision} {mode}")
         for mode in args.peer_modes.split(",") if args.peers else []:
             row = _run_process([sys.executable, str(args.peers), preset, mode], f"{preset} {mode}")
             if row is not None:
                 row |= {"preset": preset, "side": mode, "host_us": row.get("host_ms", 0) * 1e3}
-            rows.append(row)
-    found = [row for row in rows if row is not None]
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    _print_table(found)
-    if args.out:
-        args.out.write_text(json.dumps(found, indent=1))
-    return 0 if len(found) == len(rows) else 1
+            yield row
 
 
 if __name__ == "__main__":

@@ -64,7 +64,8 @@ def measure(point: Point, device: torch.device) -> dict[str, Any]:
     """Build, capture and time one configuration."""
     torch.manual_seed(0)
     shape = ModelShape(point.layers, point.width, max(1, point.width // 64), 11 * point.width // 4 // 16 * 16, VOCAB)
-    model = Llama(shape, point.seq_len).to(device)
+    with device:  # made where it runs: drawing large weights on a CPU takes longer than measuring
+        model = Llama(shape, point.seq_len)
     recipe = graphrt.DelayedScaling(amax_history_len=point.history)
     graphrt.convert_to_float8_training(model, recipe=recipe, module_filter_fn=is_block_linear)
     loss_fn = make_loss_fn(device.type, torch.bfloat16 if device.type == "cuda" else None)
