@@ -57,7 +57,6 @@ class WeightKey(NamedTuple):
     serial: int  # of the region
     version: int
     address: int
-    is_recorded: bool
     has_transposed: bool
 
 
@@ -81,6 +80,7 @@ class _WeightCache:
 
     key: WeightKey
     quantized: QuantizedTensor
+    is_recorded: bool  # its amax went into the staging row
 
 
 class Float8Linear(nn.Linear):
@@ -196,24 +196,23 @@ class Float8Linear(nn.Linear):
         """The weight in FP8, quantized once a region; an edit in place (a new version) quantizes it anew."""
         weight = self.weight.detach()
         transpose = record.has_gradients or call.is_differentiable
-        # A forward that records amaxes does not take over what one without left behind; a recompute may.
-        is_recorded = call.is_training or record.states.get(call.state, False)
-        key = WeightKey(record.serial, self.weight._version, weight.data_ptr(), is_recorded, transpose)
-        static = self.static_weight
-        if self._weight_cache is not None and self._weight_cache.key == key:
+        key = WeightKey(record.serial, self.weight._version, weight.data_ptr(), transpose)
+        static, cache = self.static_weight, self._weight_cache
+        # A forward that records amaxes does not take over what one without left behind.
+        if cache is not None and cache.key == key and (cache.is_recorded or not call.is_training):
             if static is not None:
                 static.note_read()
-            return self._weight_cache.quantized
+            return cache.quantized
         dtype, out = call.state.recipe.fp8_format.forward_dtype, None if static is None else static.quantized
         with nullcontext() if static is None else static.writing(key, call.is_training):
             quantized = _quantize(weight, call.state, self.slots.weight, record, dtype, call.is_training, transpose, out)
         if not torch.is_inference_mode_enabled():
-            self.take_weight(key, quantized)
+            self.take_weight(key, quantized, is_recorded=call.is_training)
         return quantized
 
-    def take_weight(self, key: WeightKey, quantized: QuantizedTensor) -> None:
-        """Let forwards that ask for ``key`` use ``quantized``."""
-        self._weight_cache = _WeightCache(key, quantized)
+    def take_weight(self, key: WeightKey, quantized: QuantizedTensor, *, is_recorded: bool) -> None:
+        """Let forwards that ask for ``key`` use ``quantized``; training forwards only if its amax was recorded."""
+        self._weight_cache = _WeightCache(key, quantized, is_recorded)
 
 
 @untraced(reason="an FP8 linear asks at run time which region it is in")

@@ -438,6 +438,19 @@ def test_an_evaluation_in_a_training_region_does_not_hide_the_weights_amax():
     assert linear.quantization_state.amax_history("weight")[-1] == linear.weight.detach().abs().max()
 
 
+def test_an_evaluation_after_another_layer_has_trained_does_not_hide_the_weights_amax():
+    model = graphrt.convert_to_float8_training(nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)]), recipe=RECIPE)
+    x = draw(16, 32)
+    with graphrt.fp8_autocast():
+        model[0](x)
+        with torch.no_grad():
+            model[1](x)
+        model[1](x)
+    state = graphrt.quantization_state(model)
+    for i in range(2):
+        assert state.amax_history(f"{i}.weight")[-1] == model[i].weight.detach().abs().max()
+
+
 # -- copies, files, moves
 
 

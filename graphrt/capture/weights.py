@@ -104,7 +104,7 @@ class StepWeights:
         for linear in self._batched:
             stored = self._in_step[linear]
             assert stored.key is not None
-            linear.take_weight(stored.key, stored.quantized)
+            linear.take_weight(stored.key, stored.quantized, is_recorded=True)
 
     def learn(self) -> None:
         """Take in what the step just run did, for the one to be captured."""
@@ -150,7 +150,7 @@ class StepWeights:
 def _training_key(linear: Float8Linear, record: RegionRecord) -> WeightKey | None:
     """The key under which a training forward looks the weight up; None for a weight that is computed anew at each access."""
     weight = _parameter(linear)
-    return None if weight is None else WeightKey(record.serial, weight._version, weight.data_ptr(), True, True)
+    return None if weight is None else WeightKey(record.serial, weight._version, weight.data_ptr(), True)
 
 
 def _parameter(linear: Float8Linear) -> Tensor | None:
