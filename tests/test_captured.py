@@ -293,6 +293,30 @@ def test_a_second_shape_gets_a_graph_of_its_own_and_further_ones_run_eagerly(dev
     assert (stats.num_graphs, stats.num_eager_fallbacks) == (2, 2)
 
 
+class ShapedModel(TokenModel):
+    """Uses one linear only for batches of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = nn.Linear(16, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = self.pair(x) if tokens.shape[0] == 2 else x
+        return self.head(self.blocks[1](self.blocks[0](x)))
+
+
+def test_a_parameter_that_only_a_second_shape_uses_is_refused_by_name(device: torch.device) -> None:
+    with make_trainer("graph", device, model=ShapedModel, max_graphs=2) as trainer:
+        run(trainer, token_batches(4))
+        before = values(trainer)
+        with pytest.raises(graphrt.CaptureError, match=r"pair\.(weight|bias) got its first gradient with this batch shape"):
+            trainer.step(token_batch(4, batch_size=2))
+        assert_same_values(values(trainer), before)
+        run(trainer, token_batches(2))
+        assert trainer.model.pair.weight.grad is None
+
+
 def test_a_second_shape_is_refused_by_default_and_captured_after_recapture(device: torch.device) -> None:
     with make_trainer("graph", device) as trainer:
         run(trainer, token_batches(4))

@@ -99,7 +99,7 @@ class StepGraph:
     def warm_up(self, batch: Any) -> StepResult:
         """One real step, eagerly, on the capture stream; the last one is observed operation by operation."""
         self.copy_inputs(batch)
-        with WARMUP, self.runner.on_capture_stream(), self.runner.measuring_peak():
+        with WARMUP, self.runner.refusing_new_gradients(), self.runner.on_capture_stream(), self.runner.measuring_peak():
             result = self._observe() if self.is_last_warmup and self.runner.can_observe else self.run_captured()
         if self.is_last_warmup:
             self.settings = Fingerprint(self.runner.body)
@@ -379,6 +379,15 @@ class CapturedRunner:
         graph.observation.close()
 
     # -- surroundings
+
+    def refusing_new_gradients(self) -> AbstractContextManager[None]:
+        """Once a graph exists, a warmup of another shape brings no gradient that the graph knows nothing of."""
+        if not self.is_captured:
+            return nullcontext()
+        return self.body.gradients.closed(
+            "with this batch shape, after the step of another one was captured without it. "
+            "Make every shape use it, or call trainer.recapture() before the new shape."
+        )
 
     @contextmanager
     def on_capture_stream(self) -> Iterator[None]:
