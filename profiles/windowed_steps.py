@@ -34,11 +34,10 @@ def job_command(options: argparse.Namespace, start: int, stop: int, node_map: Pa
 def save_node_map(trainer: Any, batch: Any, path: Path) -> None:
     """Write the map of the graph that runs ``batch``."""
     graph = trainer._captured.select(batch) if trainer._captured is not None else None
-    node_map = getattr(graph, "node_map", None)
-    if node_map is None:
-        print("There is no node map to save: the step is not captured in this mode, or graphrt keeps none.", file=sys.stderr)
+    if graph is None or graph.node_map is None:
+        print("There is no node map to save: the step is not captured in this mode.", file=sys.stderr)
     else:
-        node_map.save(path)
+        graph.node_map.save(path)
 
 
 def run(options: argparse.Namespace) -> None:
