@@ -9,6 +9,7 @@ transposed for another; one kernel writes both. For the backward only FP8 is sav
 with the scale_inv it was made with. Outside a region the layer is a plain nn.Linear.
 """
 
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -63,7 +64,9 @@ class WeightKey(NamedTuple):
 class StaticWeight(Protocol):
     """Storage of a quantized weight whose owner keeps it from step to step, and is told what forwards do with it."""
 
-    quantized: QuantizedTensor
+    def storage(self) -> QuantizedTensor | None:
+        """Where to quantize to; None if what is there may still be needed by a backward to come."""
+        ...
 
     def writing(self, key: WeightKey, is_recording: bool) -> AbstractContextManager[Any]:
         """Entered while a forward quantizes into it; ``is_recording`` says whether the amax is recorded."""
@@ -79,8 +82,13 @@ class _WeightCache:
     """The quantized weight of the current region, and what it was made from."""
 
     key: WeightKey
+    weight: "weakref.ref[Tensor]"  # an address alone may be another tensor's by now
     quantized: QuantizedTensor
     is_recorded: bool  # its amax went into the staging row
+
+    def serves(self, weight: Tensor, key: WeightKey, is_training: bool) -> bool:
+        """Whether a forward may use it. One that records amaxes does not take over what one without left behind."""
+        return self.key == key and self.weight() is weight and (self.is_recorded or not is_training)
 
 
 class Float8Linear(nn.Linear):
@@ -128,18 +136,18 @@ class Float8Linear(nn.Linear):
         return self._forward(input)
 
     def _forward(self, x: Tensor) -> Tensor:
-        context = current_context()
+        context, weight = current_context(), self.weight  # read once: a parametrized weight is computed at each access
         if context.mode is Mode.PLAIN or context.record is None:
-            return F.linear(x, self.weight, self.bias)
-        call = self._begin(x, context, context.record)
+            return F.linear(x, weight, self.bias)
+        call = self._begin(x, weight, context, context.record)
         run = self._calibrate if context.mode is Mode.CALIBRATE else self._quantize
-        return run(x, call, context.record)
+        return run(x, weight, call, context.record)
 
-    def _begin(self, x: Tensor, context: Context, record: RegionRecord) -> LinearCall:
+    def _begin(self, x: Tensor, weight: Tensor, context: Context, record: RegionRecord) -> LinearCall:
         """Note the use, and gather what this forward's backward will need."""
         has_grad = torch.is_grad_enabled()
         is_training = not context.in_recompute and (has_grad or (record.has_gradients and is_reentrant_forward()))
-        self._check_device(x)
+        self._check_device(x, weight)
         if not context.in_recompute:
             record.note_use(self.quantization_state, is_training)
         return LinearCall(self.quantization_state, self.slots, record.group, record, is_training, has_grad)
@@ -153,66 +161,64 @@ class Float8Linear(nn.Linear):
         Returns:
             The call, and the weight in FP8; None instead of the weight while calibrating.
         """
-        context = current_context()
+        context, weight = current_context(), self.weight
         if context.mode is Mode.PLAIN or context.record is None:
             return None
-        call = self._begin(x, context, context.record)
-        return call, None if context.mode is Mode.CALIBRATE else self._quantized_weight(call, context.record)
+        call = self._begin(x, weight, context, context.record)
+        return call, None if context.mode is Mode.CALIBRATE else self._quantized_weight(weight, call, context.record)
 
-    def _check_device(self, x: Tensor) -> None:
+    def _check_device(self, x: Tensor, weight: Tensor) -> None:
         state = self.quantization_state
-        if not (x.device == self.weight.device == state.device):
+        if not (x.device == weight.device == state.device):
             raise ValueError(
-                f"Float8Linear got an input on {x.device} with its weight on {self.weight.device} and its scales on {state.device}. "
+                f"Float8Linear got an input on {x.device} with its weight on {weight.device} and its scales on {state.device}. "
                 "Move the whole model and the input to one device."
             )
 
-    def _calibrate(self, x: Tensor, call: LinearCall, _record: RegionRecord) -> Tensor:
+    def _calibrate(self, x: Tensor, weight: Tensor, call: LinearCall, _record: RegionRecord) -> Tensor:
         if call.is_training:
             with unseen_by_selective_checkpoints():
                 kernels.record_amax_(x.detach(), call.state.staging_row, call.slots.input)
-                kernels.record_amax_(self.weight.detach(), call.state.staging_row, call.slots.weight)
-        y = F.linear(x, self.weight, self.bias)
+                kernels.record_amax_(weight.detach(), call.state.staging_row, call.slots.weight)
+        y = F.linear(x, weight, self.bias)
         if y.requires_grad:
             y.register_hook(lambda grad_output: _record_grad_amax(grad_output, call))
         return y
 
-    def _quantize(self, x: Tensor, call: LinearCall, record: RegionRecord) -> Tensor:
-        dtype = self._output_dtype(x)
-        return _Linear.apply(x, self.weight, self.bias, self._quantized_weight(call, record), call, dtype)
+    def _quantize(self, x: Tensor, weight: Tensor, call: LinearCall, record: RegionRecord) -> Tensor:
+        dtype = _output_dtype(x, weight)
+        return _Linear.apply(x, weight, self.bias, self._quantized_weight(weight, call, record), call, dtype)
 
-    def _output_dtype(self, x: Tensor) -> torch.dtype:
-        device_type = x.device.type
-        if torch.is_autocast_enabled(device_type):
-            return torch.get_autocast_dtype(device_type)
-        if x.dtype is not self.weight.dtype:
-            raise ValueError(
-                f"Float8Linear got an input of {x.dtype} with weights of {self.weight.dtype}. "
-                "Cast one of them, or run under torch.autocast."
-            )
-        return x.dtype
-
-    def _quantized_weight(self, call: LinearCall, record: RegionRecord) -> QuantizedTensor:
+    def _quantized_weight(self, weight: Tensor, call: LinearCall, record: RegionRecord) -> QuantizedTensor:
         """The weight in FP8, quantized once a region; an edit in place (a new version) quantizes it anew."""
-        weight = self.weight.detach()
         transpose = record.has_gradients or call.is_differentiable
-        key = WeightKey(record.serial, self.weight._version, weight.data_ptr(), transpose)
+        key = WeightKey(record.serial, weight._version, weight.data_ptr(), transpose)
         static, cache = self.static_weight, self._weight_cache
-        # A forward that records amaxes does not take over what one without left behind.
-        if cache is not None and cache.key == key and (cache.is_recorded or not call.is_training):
+        if cache is not None and cache.serves(weight, key, call.is_training):
             if static is not None:
                 static.note_read()
             return cache.quantized
-        dtype, out = call.state.recipe.fp8_format.forward_dtype, None if static is None else static.quantized
+        dtype, out = call.state.recipe.fp8_format.forward_dtype, None if static is None else static.storage()
         with nullcontext() if static is None else static.writing(key, call.is_training):
-            quantized = _quantize(weight, call.state, self.slots.weight, record, dtype, call.is_training, transpose, out)
+            quantized = _quantize(weight.detach(), call.state, self.slots.weight, record, dtype, call.is_training, transpose, out)
         if not torch.is_inference_mode_enabled():
-            self.take_weight(key, quantized, is_recorded=call.is_training)
+            self.take_weight(weight, key, quantized, is_recorded=call.is_training)
         return quantized
 
-    def take_weight(self, key: WeightKey, quantized: QuantizedTensor, *, is_recorded: bool) -> None:
-        """Let forwards that ask for ``key`` use ``quantized``; training forwards only if its amax was recorded."""
-        self._weight_cache = _WeightCache(key, quantized, is_recorded)
+    def take_weight(self, weight: Tensor, key: WeightKey, quantized: QuantizedTensor, *, is_recorded: bool) -> None:
+        """Let forwards of ``weight`` under ``key`` use ``quantized``; training forwards only if its amax was recorded."""
+        self._weight_cache = _WeightCache(key, weakref.ref(weight), quantized, is_recorded)
+
+
+def _output_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+    device_type = x.device.type
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    if x.dtype is not weight.dtype:
+        raise ValueError(
+            f"Float8Linear got an input of {x.dtype} with weights of {weight.dtype}. Cast one of them, or run under torch.autocast."
+        )
+    return x.dtype
 
 
 @untraced(reason="an FP8 linear asks at run time which region it is in")

@@ -293,6 +293,52 @@ def test_a_second_shape_gets_a_graph_of_its_own_and_further_ones_run_eagerly(dev
     assert (stats.num_graphs, stats.num_eager_fallbacks) == (2, 2)
 
 
+class KeywordModel(TokenModel):
+    """Calls modules with keywords of any name."""
+
+    class Calling(nn.Module):
+        def forward(self, x: Tensor, *, module: nn.Module, args: Any = None) -> Tensor:
+            return module(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calling = self.Calling()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.calling(super().forward(tokens), module=nn.Identity(), args=())
+
+
+def test_a_modules_keywords_are_its_own(device: torch.device) -> None:
+    with make_trainer("eager", device, model=KeywordModel) as trainer:
+        expected = run(trainer, token_batches(5))
+    with make_trainer("graph", device, model=KeywordModel) as trainer:
+        actual = run(trainer, token_batches(5))
+        assert trainer.profile(steps=1).captured is not None
+    assert_same_trajectory(actual, expected)
+
+
+class WarmingModel(TokenModel):
+    """Uses one linear from its third call on: calibration, the first step, then the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late, self.num_calls = nn.Linear(16, 16), 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.num_calls += 1
+        x = super().forward(tokens)
+        return x if self.num_calls < 3 else x + self.late(self.embedding(tokens)).mean()
+
+
+def test_a_first_gradient_in_the_last_warmup_step_means_one_more(device: torch.device) -> None:
+    with make_trainer("eager", device, model=WarmingModel) as trainer:
+        expected = run(trainer, token_batches(6))
+    with make_trainer("graph", device, model=WarmingModel) as trainer:
+        actual = run(trainer, token_batches(6))
+        assert trainer.report().capture.num_graphs == 1  # type: ignore[union-attr]
+    assert_same_trajectory(actual, expected)
+
+
 class ShapedModel(TokenModel):
     """Uses one linear only for batches of two."""
 

@@ -451,6 +451,40 @@ def test_an_evaluation_after_another_layer_has_trained_does_not_hide_the_weights
         assert state.amax_history(f"{i}.weight")[-1] == model[i].weight.detach().abs().max()
 
 
+def test_weights_that_take_each_others_place_in_memory_are_told_apart():
+    linear = make_linear()
+    x, weight = draw(64, 32), linear.weight.detach()
+    norms = []
+    with graphrt.fp8_autocast():
+        for factor in (1.0, 2.0, 4.0):
+            replaced = {"weight": weight * factor}
+            norms.append(torch.func.functional_call(linear, replaced, (x,)).norm().item())
+            del replaced
+    assert norms[1] == pytest.approx(2 * norms[0], rel=0.05)
+    assert norms[2] == pytest.approx(4 * norms[0], rel=0.05)
+
+
+def test_a_parametrized_weight_is_computed_once_a_forward():
+    class Masked(nn.Module):
+        num_calls = 0
+
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            self.num_calls += 1
+            return torch.nn.functional.dropout(weight, 0.5)
+
+    model = graphrt.convert_to_float8_training(nn.Sequential(nn.Linear(64, 32, bias=False)), recipe=RECIPE)
+    linear = model[0]
+    nn.init.ones_(linear.weight)  # nothing of it underflows
+    torch.nn.utils.parametrize.register_parametrization(linear, "weight", masked := Masked())
+    masked.num_calls = 0
+    with graphrt.fp8_autocast():
+        y = model(torch.eye(64))  # each row of y is a column of the weight
+    y.sum().backward()
+    assert masked.num_calls == 1
+    original = linear.parametrizations.weight.original
+    assert torch.equal(original.grad != 0, y.detach().t() != 0)
+
+
 # -- copies, files, moves
 
 

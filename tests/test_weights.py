@@ -155,6 +155,24 @@ def test_a_weight_edited_in_the_step_before_its_use_is_not_in_the_launch(device:
     assert_captured_equals_eager(device, model=EditingModel)
 
 
+class FlippingModel(TokenModel):
+    """Uses its head's weight twice, the second time negated."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = super().forward(tokens)
+        with torch.no_grad():
+            self.blocks[0].up.weight.neg_()
+        x = x + self.head(self.blocks[0](self.embedding(tokens)))
+        with torch.no_grad():
+            self.blocks[0].up.weight.neg_()
+        return x
+
+
+def test_a_weight_quantized_twice_in_a_step_keeps_what_the_first_backward_needs(device: torch.device) -> None:
+    # High precision saves the weight itself, which may not change before the backward: no calibration.
+    assert_captured_equals_eager(device, model=FlippingModel, calibrate=False)
+
+
 class TiedModel(TokenModel):
     """Two linears, with slots of their own, share one weight."""
 

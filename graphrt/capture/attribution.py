@@ -172,7 +172,7 @@ class Attribution:
         """Replace ``nn.Module.__call__`` by one that tells of the root's modules."""
         original = nn.Module.__call__
 
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             name = self._modules.get(id(module))
             if name is None:
                 return original(module, *args, **kwargs)

@@ -1,5 +1,6 @@
 """Static results: where a graph leaves what the step returns, and the copy that the caller gets."""
 
+import threading
 from typing import Any
 
 import torch
@@ -48,29 +49,64 @@ class StaticResults:
 
     def read(self) -> StepResult:
         """A copy in storage of its own."""
-        return _CopiedResult(self, self._buffer.clone())
+        return _CopiedResult.of(self, self._buffer.clone())
 
     def fields(self, buffer: Tensor) -> dict[str, Any]:
-        """The fields of a `StepResult` as views of a copy of the buffer."""
-        views = self._split(buffer)
-        metrics = {name: views.pop(f"metrics.{name}") for name in self._metrics}
-        return {**views, "metrics": metrics}
+        """The fields of a `StepResult`, from a copy of the buffer.
+
+        The scalars share one storage and everything else has its own: a loss that is kept keeps nothing large alive, and
+        torch.save takes storages of one dtype only.
+        """
+        # Whoever looks first may be in inference mode, whose tensors no training could use.
+        with torch.inference_mode(False), torch.no_grad():
+            scalars = buffer[: 4 * len(self._scalars)].view(torch.float32).clone().unbind()
+            values = dict(zip(self._scalars, scalars, strict=True))
+            for name, at, size, dtype, shape in self._layout:
+                values[name] = buffer[at : at + size].view(dtype).view(shape).clone()
+        metrics = {name: values.pop(f"metrics.{name}") for name in self._metrics}
+        return {**values, "metrics": metrics}
 
 
 class _CopiedResult(StepResult):
-    """A result whose tensors are made when one is first asked for: most steps of a long run are never looked at."""
+    """A result that becomes a plain `StepResult` when it is first looked at: most steps of a long run never are."""
 
-    def __init__(self, results: StaticResults, buffer: Tensor) -> None:
-        self.__dict__.update(_results=results, _buffer=buffer)
+    @classmethod
+    def of(cls, results: StaticResults, buffer: Tensor) -> StepResult:
+        """One whose fields are in ``buffer``, a copy of the results' own."""
+        copied = object.__new__(cls)
+        copied.__dict__.update(_results=results, _buffer=buffer)
+        return copied
+
+    def _become_plain(self) -> None:
+        with _becoming_plain:  # two threads may look at once
+            if "_results" in self.__dict__:
+                self.__dict__.update(self.__dict__["_results"].fields(self.__dict__["_buffer"]))
+                del self.__dict__["_results"], self.__dict__["_buffer"]
+                object.__setattr__(self, "__class__", StepResult)
 
     def __getattr__(self, name: str) -> Any:
-        # Called for what is not there yet; a field that is has no need of it.
-        results = self.__dict__.pop("_results", None)
-        if results is not None:
-            self.__dict__.update(results.fields(self.__dict__.pop("_buffer")))
-        if name in self.__dict__:
-            return self.__dict__[name]
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        # Called for what is not there yet.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._become_plain()
+        return object.__getattribute__(self, name)
+
+    def __repr__(self) -> str:
+        self._become_plain()
+        return repr(self)
+
+    def __eq__(self, other: object) -> bool:
+        self._become_plain()
+        return self == other
+
+    __hash__ = StepResult.__hash__
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._become_plain()
+        return object.__reduce_ex__(self, protocol)
+
+
+_becoming_plain = threading.Lock()
 
 
 def _flat(result: StepResult) -> dict[str, Any]:

@@ -99,9 +99,14 @@ class StepGraph:
     def warm_up(self, batch: Any) -> StepResult:
         """One real step, eagerly, on the capture stream; the last one is observed operation by operation."""
         self.copy_inputs(batch)
+        owned = self.runner.body.gradients.owned
+        num_gradients = len(owned)
         with WARMUP, self.runner.refusing_new_gradients(), self.runner.on_capture_stream(), self.runner.measuring_peak():
             result = self._observe() if self.is_last_warmup and self.runner.can_observe else self.run_captured()
         if self.is_last_warmup:
+            if self.num_warmups and len(owned) != num_gradients:
+                # A step that brings a first gradient zeroes others than those after it: it is no model for the capture.
+                return result
             self.settings = Fingerprint(self.runner.body)
             self.weights.learn()
         self.num_warmups += 1
@@ -215,7 +220,7 @@ class CapturedRunner:
         self._stream = capture_stream(device) if self.is_cuda else None
         self._pool: GraphPool | None = None
         self._graphs: dict[Any, StepGraph] = {}
-        self.latest: StepGraph | None = None  # of the last batch
+        self.latest: StepGraph | None = None  # of the last batch that a step was taken with
         self._fingerprint: Fingerprint | None = None
         self.weights = WeightStorage(body.model)
         self._peak_bytes = 0
@@ -240,7 +245,6 @@ class CapturedRunner:
             return None
         if graph is None:
             graph = self._graphs[key] = StepGraph(self, batch)
-        self.latest = graph
         return graph
 
     def find(self, batch: Any) -> StepGraph | None:
@@ -271,6 +275,11 @@ class CapturedRunner:
 
     def step(self, graph: StepGraph, batch: Any) -> StepResult:
         """One step of ``graph``: warm up, or capture and replay, or replay."""
+        result = self._step(graph, batch)
+        self.latest = graph
+        return result
+
+    def _step(self, graph: StepGraph, batch: Any) -> StepResult:
         if graph.phase is Phase.WARMUP:
             return graph.warm_up(batch)
         if graph.phase is Phase.CAPTURE:

@@ -39,6 +39,10 @@ class _StoredWeight:
         """A step's region opens; ``key`` is that of a training forward of the weight as it is now, None if it cannot be told."""
         self.key, self.num_writes, self.num_reads, self.is_predictable = key, 0, 0, False
 
+    def storage(self) -> QuantizedTensor | None:
+        """The storage, for the first write in a step; a backward may need that one when the weight is quantized again."""
+        return self.quantized if self.num_writes == 0 else None
+
     def writing(self, key: WeightKey, is_recording: bool) -> AbstractContextManager[None]:
         """A forward quantizes; a captured step may do this elsewhere, so the comparison of steps leaves it out."""
         self.is_predictable = self.num_writes == 0 and is_recording and key == self.key
@@ -103,8 +107,10 @@ class StepWeights:
             kernels.quantize_many(self._table)
         for linear in self._batched:
             stored = self._in_step[linear]
+            weight = _parameter(linear)
             assert stored.key is not None
-            linear.take_weight(stored.key, stored.quantized, is_recorded=True)
+            assert weight is not None
+            linear.take_weight(weight, stored.key, stored.quantized, is_recorded=True)
 
     def learn(self) -> None:
         """Take in what the step just run did, for the one to be captured."""

@@ -1,0 +1,108 @@
+"""Results of replays are plain StepResults to whoever looks: when first looked at, from any thread, in any mode, on disk."""
+
+import copy
+import dataclasses
+import io
+import pickle
+import threading
+
+import pytest
+import torch
+
+from graphrt.capture.results import StaticResults
+from graphrt.step import StepResult
+
+EXAMPLE = {"loss": 1.5, "grad_norm": 2.5, "skipped": True}
+
+
+@pytest.fixture
+def results(device):
+    example = StepResult(
+        torch.tensor(1.5, device=device),
+        torch.tensor(2.5, device=device),
+        torch.tensor(True, device=device),
+        {"logits": torch.arange(2000.0, device=device), "count": torch.tensor(7, device=device), "aux": torch.tensor(4.0, device=device)},
+    )
+    static = StaticResults(example)
+    static.write(example)
+    return static
+
+
+def check(result: StepResult) -> None:
+    assert {name: getattr(result, name).item() for name in EXAMPLE} == EXAMPLE
+    assert list(result.metrics) == ["logits", "count", "aux"]
+    assert (result.metrics["count"].item(), result.metrics["aux"].item()) == (7, 4.0)
+    assert type(result) is StepResult
+    assert set(vars(result)) == {"loss", "grad_norm", "skipped", "metrics"}
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        lambda result: result,
+        copy.copy,
+        copy.deepcopy,
+        lambda result: pickle.loads(pickle.dumps(result)),
+        lambda result: dataclasses.replace(result, skipped=torch.tensor(True)),
+        lambda result: result.clone(),
+    ],
+    ids=["itself", "copy", "deepcopy", "pickle", "replace", "clone"],
+)
+def test_a_result_and_its_copies_are_plain(results, copied):
+    check(copied(results.read()))
+
+
+def test_a_result_is_as_equal_as_any_other(results):
+    result = results.read()
+    same = StepResult(result.loss, result.grad_norm, result.skipped, result.metrics)
+    assert result == same
+    assert same == result
+    assert results.read() != 3
+    assert repr(results.read()).startswith("StepResult(loss=tensor(1.5000")
+    assert not hasattr(results.read(), "accuracy")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        results.read().loss = torch.tensor(0.0)
+
+
+def test_the_next_step_does_not_change_a_result_that_nobody_has_looked_at(results, device):
+    result = results.read()
+    results.write(StepResult(*(torch.zeros((), device=device).to(dtype) for dtype in (torch.float32, torch.float32, torch.bool)), {}))
+    check(result)
+
+
+def test_two_threads_may_look_at_once(results):
+    errors = []
+
+    def look(result: StepResult, barrier: threading.Barrier) -> None:
+        barrier.wait()
+        try:
+            check(result)
+        except Exception as error:
+            errors.append(error)
+
+    for _ in range(50):
+        result, barrier = results.read(), threading.Barrier(2)
+        threads = [threading.Thread(target=look, args=(result, barrier)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not errors
+
+
+def test_a_first_look_in_inference_mode_leaves_tensors_that_can_be_trained_with(results, device):
+    result = results.read()
+    with torch.inference_mode():
+        float(result.loss)
+    weight = torch.ones((), device=device, requires_grad=True)
+    (weight * result.loss).backward()
+    assert weight.grad.item() == 1.5
+    result.loss.add_(1)
+
+
+def test_results_can_be_saved_and_a_kept_loss_keeps_nothing_large(results):
+    result, file = results.read(), io.BytesIO()
+    torch.save({"loss": result.loss, "skipped": result.skipped, "metrics": result.metrics}, file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True)["skipped"].item() is True
+    assert result.loss.untyped_storage().nbytes() < 64
