@@ -88,7 +88,7 @@ def nsys_window(start: int, stop: int, *, device: torch.device | str | int | Non
         device: the CUDA device to wait for; None is the current one.
 
     Raises:
-        ValueError: not 1 <= start <= stop.
+        ValueError: not 1 <= start <= stop, or ``device`` is no CUDA device.
         GraphrtError: entered in a process without a CUDA device, or a second time.
     """
     for name, value in (("start", start), ("stop", stop)):
@@ -96,4 +96,14 @@ def nsys_window(start: int, stop: int, *, device: torch.device | str | int | Non
             raise ValueError(f"{name} must be the number of a step, an int, got {value!r}.")
     if not 1 <= start <= stop:
         raise ValueError(f"nsys_window needs 1 <= start <= stop, got start={start} and stop={stop}. Steps count from 1.")
-    return NsysWindow(start, stop, torch.device("cuda") if device is None else torch.device(device))
+    return NsysWindow(start, stop, torch.device("cuda") if device is None else _cuda_device(device))
+
+
+def _cuda_device(device: torch.device | str | int) -> torch.device:
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device must be a CUDA device, got {device!r}. Leave it out for the current one.") from error
+    if found.type != "cuda":
+        raise ValueError(f"device must be a CUDA device, got {device!r}. Leave it out for the current one.")
+    return found

@@ -156,8 +156,6 @@ class Trainer:
             GraphrtError: the trainer is closed, or the call is inside a region or torch.autocast.
         """
         self.check_usable("step")
-        if not torch.is_grad_enabled():
-            raise GraphrtError("step was called under torch.no_grad or inference_mode. A step needs gradients: call it outside.")
         with STEP.numbered(self.steps_taken + 1):
             result = self._step(batches.plain(batch))
         self.steps_taken += 1
@@ -238,8 +236,10 @@ class Trainer:
         self._calibrate_once(microbatches)
         self._body.optimizer.refresh()
 
-    def check_usable(self, verb: str) -> None:
+    def check_usable(self, verb: str, *, needs_gradients: bool = True) -> None:
         """Raise GraphrtError unless ``verb`` may be called here and now."""
+        if needs_gradients and not torch.is_grad_enabled():
+            raise GraphrtError(f"{verb} was called under torch.no_grad or inference_mode. Steps need gradients: call it outside.")
         if self._is_closed:
             raise GraphrtError(f"{verb} was called on a closed Trainer. Make a new one.")
         if is_capturing():
@@ -316,7 +316,7 @@ class Trainer:
         Returns:
             0-dim tensor that the caller owns.
         """
-        self.check_usable("evaluate")
+        self.check_usable("evaluate", needs_gradients=False)
         batch = self._to_device(batch)
         list(batches.leaves(batch))
         flags = [(module, module.training) for module in self.model.modules()]
@@ -416,7 +416,7 @@ class Trainer:
         Raises:
             ValueError: ``steps`` is below 1.
             GraphrtError: no batch was given and none is left of a step, the trainer is closed, or the call is inside a
-                region or torch.autocast.
+                region, torch.autocast or torch.no_grad.
         """
         return profile_step(self, self._captured, batch, steps)
 

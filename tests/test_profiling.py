@@ -331,6 +331,25 @@ def test_everything_is_put_back(mode, num_steps):
         assert_same_values(one, other)
 
 
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_a_profile_without_gradients_is_refused(mode):
+    with make_trainer(mode) as trainer:
+        trainer.step(token_batch(0))
+        with torch.no_grad(), pytest.raises(graphrt.GraphrtError, match=r"profile was called under torch\.no_grad"):
+            trainer.profile(token_batch(1))
+
+
+def test_a_batch_that_failed_is_not_profiled():
+    def loss_fn(model: Any, batch: Any) -> Any:
+        raise ValueError("told to fail")
+
+    with make_trainer("graph", loss_fn=loss_fn) as trainer:
+        with pytest.raises(ValueError, match="told to fail"):
+            trainer.step(token_batch(0))
+        with pytest.raises(graphrt.GraphrtError, match="no step has been taken"):
+            trainer.profile()
+
+
 def test_an_optimizer_outside_the_graph_has_its_phase():
     with make_trainer("graph", optimizer=lambda parameters: torch.optim.Adagrad(parameters)) as trainer:
         for batch in token_batches(3):

@@ -344,6 +344,12 @@ def test_a_window_of_no_steps_is_refused(start, stop):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("device", ["cpu", "nonsense"])
+def test_a_window_on_another_kind_of_device_is_refused(device):
+    with pytest.raises(ValueError, match="device must be a CUDA device"):
+        graphrt.nsys_window(1, 2, device=device)
+
+
 def test_a_window_without_a_cuda_device_is_refused():
     with pytest.raises(graphrt.GraphrtError, match="no CUDA device"), graphrt.nsys_window(1, 2):
         pass
