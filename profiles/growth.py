@@ -130,8 +130,12 @@ def plot(rows: list[dict[str, Any]], file: Path, title: str) -> None:
     for column, axis in enumerate(axes):
         points = [row for row in rows if row["axis"] == axis]
         for line, quantity in zip(grid, quantities, strict=True):
-            line[column].plot([row["value"] for row in points], [row[quantity] for row in points], marker="o")
-            line[column].set(xscale="log", ylim=(0, None), xlabel=axis, ylabel=quantity.replace("_", " "))
+            values = [row["value"] for row in points]
+            line[column].plot(values, [row[quantity] for row in points], marker="o")
+            line[column].set(xscale="log", xlabel=axis, ylabel=quantity.replace("_", " "))
+            line[column].set_ylim(0, 1.1 * max(row[quantity] for row in points) or 1)
+            line[column].set_xticks(values, [str(value) for value in values], minor=False)
+            line[column].set_xticks([], minor=True)
             line[column].grid(alpha=0.3)
     figure.suptitle(title)
     figure.savefig(file, dpi=110)

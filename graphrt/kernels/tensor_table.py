@@ -8,6 +8,7 @@ from itertools import chain
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from graphrt import guards
 from graphrt.errors import GraphrtError
@@ -73,6 +74,11 @@ class TensorTable:
     @cached_property
     def on_device(self) -> _DeviceTable:
         """The table in the device's memory; made without a sync."""
+        # Host work of no step: a recorder of operations, under which a table may be made anew, is not shown it.
+        with _disable_current_modes():
+            return self._put_on_device()
+
+    def _put_on_device(self) -> _DeviceTable:
         first = self.columns[0]
         chunks = block_map([-(-x.numel() // _CHUNK) for x in first])
         pointers = np.array([[x.data_ptr() for x in column] for column in self.columns], dtype=np.int64)
