@@ -1,5 +1,8 @@
 """The profile job: build a run's or a preset's trainer, take a few steps, and show where their time goes."""
 
+import contextlib
+import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +18,7 @@ from torch import Tensor
 from graphrt.data import Split, sample_windows, split_corpus
 from graphrt.jobsetup import build_trainer, resolve_device
 from graphrt.presets import PRESETS
-from graphrt.profiling.report import StepProfile, Table
+from graphrt.profiling.report import PROFILE_FILES, StepProfile, Table
 from graphrt.runfolder import RunFolder
 from graphrt.settings import InputError, Settings, make_settings
 from graphrt.train import load_corpus
@@ -25,6 +28,7 @@ __all__ = ["ProfileJob", "plan_profile", "run_profile"]
 
 #: Options that may differ from what a run was trained with.
 _CHANGEABLE = ("device", "checkpointing", "mode")
+_MODES = ("graph", "eager")
 _MIN_ATTRIBUTED = 0.99
 
 
@@ -59,6 +63,8 @@ def plan_profile(target: str | None, options: Mapping[str, Any], num_steps: int,
     if num_steps < 1:
         raise InputError(f"--steps must be a whole number of at least 1, got {num_steps}.")
     given = {name: value for name, value in options.items() if value is not None}
+    if given.get("mode", "graph") not in _MODES:
+        raise InputError(f"--mode must be one of {', '.join(_MODES)}, got {given['mode']!r}.")
     if target is None or (target in PRESETS and not Path(target).is_dir()):
         if target is not None and given.setdefault("preset", target) != target:
             raise InputError(f"{target} and --preset {given['preset']} are both given. Choose one.")
@@ -75,10 +81,11 @@ def _settings_of_run(path: Path, given: Mapping[str, Any]) -> tuple[Settings, Ru
     fixed = next((name for name in given if name not in _CHANGEABLE), None)
     if fixed is not None:
         raise InputError(f"--{fixed.replace('_', '-')} cannot be changed for {path}, a run that has its settings. Leave it out.")
+    folder.check_folder(f"Give the folder of a graphrt train run, or one of {', '.join(PRESETS)}.")
     if not folder.settings_file.is_file():
         raise InputError(f"{path} has no settings.json. Give the folder of a graphrt train run, or one of {', '.join(PRESETS)}.")
     try:
-        settings = Settings.from_json(folder.settings_file.read_text(encoding="utf-8"), folder.settings_file)
+        settings = Settings.from_json(folder.settings_file.read_text(encoding="utf-8"), folder.settings_file, "Give another run.")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{folder.settings_file} cannot be read: {error}. Give another run.") from error
     # Checked again: an option of the command line may be one that does not exist.
@@ -87,9 +94,29 @@ def _settings_of_run(path: Path, given: Mapping[str, Any]) -> tuple[Settings, Ru
 
 
 def _check_out(out: Path) -> None:
-    """Refuse a folder with something else in it than an earlier profile."""
-    if out.exists() and not (out.is_dir() and (not any(out.iterdir()) or (out / "profile.json").is_file())):
-        raise InputError(f"{out} exists already and holds no profile. Choose another --out.")
+    """Refuse a folder with something else in it than an earlier profile, or that cannot be written."""
+    try:
+        if out.exists() and not (out.is_dir() and (not any(out.iterdir()) or (out / "profile.json").is_file())):
+            raise InputError(f"{out} exists already and holds no profile. Choose another --out.")
+        _try_out(out)
+    except OSError as error:
+        raise InputError(f"{out} cannot be written: {error.strerror or error}. Choose another --out.") from error
+    for file in (out / name for name in PROFILE_FILES):
+        if os.path.lexists(file) and not (file.is_file() and os.access(file, os.W_OK)):
+            raise InputError(f"{file} is no file that can be written. Move it away, or choose another --out.")
+
+
+def _try_out(out: Path) -> None:
+    """Make the folder and a file in it, and take away again what was made."""
+    new = [folder for folder in (out, *out.absolute().parents) if not folder.exists()]
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=out):
+            pass
+    finally:
+        for folder in new:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 def run_profile(job: ProfileJob, console: Console) -> StepProfile:
@@ -127,7 +154,7 @@ def run_profile(job: ProfileJob, console: Console) -> StepProfile:
 def _load(trainer: Trainer, saved: dict[str, Any], run: RunFolder | None) -> None:
     try:
         trainer.load_state_dict(saved["trainer"])
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise InputError(f"{run and run.checkpoint_file} does not fit the run's model: {error}. Give another run.") from error
 
 

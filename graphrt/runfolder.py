@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 
+from graphrt import runpieces
 from graphrt.settings import InputError, Settings
 
 __all__ = ["RunFolder", "replacing"]
 
-_CHECKPOINT_KEYS = {"format", "step", "shape", "corpus", "trainer"}
+_CHECKPOINT_TYPES = {"format": int, "step": int, "shape": str, "corpus": str, "trainer": dict}
 _FORMAT = 1
+_NUM_NAME_CHARACTERS = 40  # of a file's name in its temporary's, which must not grow too long
 _PLOT_REMEDY = "No loss curve: matplotlib is not installed. pip install 'graphrt[plot]' adds it."
 
 
@@ -50,7 +52,10 @@ class RunFolder:
         if os.path.lexists(self.path) and not (self.path.is_dir() and not any(self.path.iterdir())):
             remedy = "Go on with it by --resume, or choose another --out." if self.checkpoint_file.exists() else "Choose another --out."
             raise InputError(f"{self.path} exists already. {remedy}")
-        parent = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
+        try:
+            parent = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
+        except OSError as error:
+            raise InputError(f"{self.path} cannot be made: {error.strerror or error}. Choose another --out.") from error
         if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
             raise InputError(f"{self.path} cannot be made: {parent} is no folder that can be written. Choose another --out.")
 
@@ -70,17 +75,39 @@ class RunFolder:
         """Write the settings again, after a resume changed some."""
         self._write(self.settings_file, settings.to_json())
 
+    def check_folder(self, remedy: str) -> None:
+        """Refuse a name that no folder can have, or a file has.
+
+        Raises:
+            InputError: it is one.
+        """
+        try:
+            is_file = not self.settings_file.is_file() and self.path.is_file()
+        except OSError as error:
+            raise InputError(f"{self.path} cannot be looked into: {error.strerror or error}. {remedy}") from error
+        if is_file:
+            raise InputError(f"{self.path} is a file. {remedy}")
+
+    def _check_pieces(self) -> None:
+        """Refuse to resume a run that could not write a file where something else is."""
+        files = (self.metrics_file, self.slots_history_file, self.summary_file, self.slots_file, self.plot_file)
+        for file in files:
+            if file.exists() and not file.is_file():
+                raise InputError(f"{file} is not a file. Move it away to resume the run.")
+
     def load_settings(self) -> Settings:
         """The settings of the run to resume.
 
         Raises:
             InputError: there is no run here, or no checkpoint, or it cannot be written on.
         """
+        self.check_folder("Give the folder of a run by --out.")
         for file in (self.settings_file, self.checkpoint_file):
             if not file.is_file():
                 raise InputError(f"{self.path} has no {file.name} to resume from. Check --out, or leave out --resume to start a new run.")
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise InputError(f"{self.path} cannot be written. Change its permissions to resume the run.")
+        self._check_pieces()
         return self._parse_settings("Start a new run with another --out.")
 
     def read_settings(self) -> Settings:
@@ -89,6 +116,7 @@ class RunFolder:
         Raises:
             InputError: there is no run here, or its settings are damaged.
         """
+        self.check_folder("Give the folder of a run: the --out of a graphrt train.")
         if not self.settings_file.is_file():
             is_folder = self.path.is_dir()
             fact = f"{self.path} is no run folder: it has no settings.json" if is_folder else f"There is no folder {self.path}"
@@ -128,7 +156,7 @@ class RunFolder:
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises whatever its zip and pickle readers do
             raise InputError(f"{file} cannot be read: it is cut short or no checkpoint. {restart}") from error
-        if not isinstance(checkpoint, dict) or not checkpoint.keys() >= _CHECKPOINT_KEYS or checkpoint["format"] != _FORMAT:
+        if not _is_checkpoint(checkpoint):
             raise InputError(f"{file} is not a checkpoint of graphrt train, format {_FORMAT}. {restart}")
         if checkpoint["shape"] != str(settings.shape):
             raise InputError(f"{file} is of another model: it has {checkpoint['shape']}, the run {settings.shape}. {restart}")
@@ -142,35 +170,30 @@ class RunFolder:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The rows so far; what is no row, such as a last line that was cut short, is left out."""
-        return [row for row in _read_lines(self.metrics_file) if isinstance(row.get("step"), int)]
+        return runpieces.read_metrics(self.metrics_file)[0]
 
     def append_slot_history(self, slots: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
-        """Add a line of JSON for each row to slots_history.jsonl, whose first line names the slots."""
-        header = [] if self.slots_history_file.exists() else [{"slots": list(slots)}]
-        _append_lines(self.slots_history_file, [*header, *rows])
+        """Add a line of JSON for each row to slots_history.jsonl, whose first line names the slots.
 
-    def read_slot_history(self) -> list[dict[str, Any]]:
-        """The lines of slots_history.jsonl; a last line that was cut short is left out."""
-        return _read_lines(self.slots_history_file)
+        Without that line the rows before say nothing, and the file begins anew.
+        """
+        if runpieces.first_slots(self.slots_history_file) != list(slots):
+            self._write(self.slots_history_file, json.dumps({"slots": list(slots)}) + "\n")
+        _append_lines(self.slots_history_file, rows)
 
     def drop_rows_after(self, step: int) -> None:
         """Forget rows of steps that a resumed run does again."""
         for file in (self.metrics_file, self.slots_history_file):
             if file.exists():
-                rows = [row for row in _read_lines(file) if row.get("step", 0) <= step]
-                self._write(file, "".join(json.dumps(row) + "\n" for row in rows))
+                self._write(file, runpieces.rows_up_to(file, step))
 
     def save_summary(self, values: Mapping[str, Any]) -> None:
         """Write summary.json: what a run tells about itself beside its metrics."""
         self._write(self.summary_file, json.dumps(values, indent=2) + "\n")
 
     def read_summary(self) -> dict[str, Any]:
-        """What `save_summary` wrote; empty if there is nothing that can be read."""
-        try:
-            values = json.loads(self.summary_file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return values if isinstance(values, dict) else {}
+        """What `save_summary` wrote; without what cannot be read."""
+        return runpieces.read_summary(self.summary_file)[0]
 
     def save_slots(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write one JSON object a slot."""
@@ -214,22 +237,23 @@ def _append_lines(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         opened.writelines(json.dumps(row) + "\n" for row in rows)
 
 
-def _read_lines(file: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file, a line each; none without the file. What is something else is left out."""
-    rows = []
-    if file.exists():
-        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
-                rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict)]
+def _is_checkpoint(value: object) -> bool:
+    if not isinstance(value, dict) or not all(type(value.get(name)) is kind for name, kind in _CHECKPOINT_TYPES.items()):
+        return False
+    return value["format"] == _FORMAT and value["step"] >= 0
 
 
 @contextlib.contextmanager
 def replacing(file: Path) -> Iterator[Path]:
     """A name to write to; what is there takes the file's place when the body ends well, and goes when it does not."""
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    temporary = file.with_name(f"{file.name[:_NUM_NAME_CHARACTERS]}.{os.getpid()}.tmp")
     try:
         yield temporary
         os.replace(temporary, file)
+    except OSError as error:
+        if str(error.filename) in ("None", str(temporary)):  # the user knows the file
+            error.filename, error.filename2 = str(file), None
+        raise
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a folder that is no more
+            temporary.unlink(missing_ok=True)

@@ -2,7 +2,6 @@
 
 import fnmatch
 import itertools
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from graphrt.runfolder import RunFolder
+from graphrt.runpieces import read_history, read_metrics, read_slots, read_summary
 from graphrt.runplot import draw_run
 from graphrt.settings import InputError, Settings
 from graphrt.slothistory import SlotCurves, load_slot_curves
@@ -26,6 +26,12 @@ _NUM_SLOTS_DRAWN = 4
 _SPARK = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 40
 _SLOT_SAMPLING = "sampled: one step, eager, at the end of the run"
+_WHY_MISSING = {
+    "metrics": "metrics.jsonl: no step has been recorded yet.",
+    "summary": "summary.json (wall time, memory, device): it is written with the first checkpoint.",
+    "slots": "slots.json (saturation, underflow): it is written when a run ends, from one step sampled eagerly.",
+    "history": "slots_history.jsonl (scale and amax over time): none has been recorded.",
+}
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,7 @@ class RunReport:
         gap_share: share of the device's time that lay between two replays (`graphrt.stepclock`).
         slots: worst first; shares are of one sampled step.
         missing: the pieces that are not there, a sentence each.
+        damaged: what of the pieces could not be read, a sentence each.
     """
 
     path: str
@@ -64,6 +71,7 @@ class RunReport:
     losses: list[float] = field(repr=False)
     slots: list[SlotRow] = field(repr=False)
     missing: tuple[str, ...] = ()
+    damaged: tuple[str, ...] = ()
     plot: str | None = None
 
     @property
@@ -104,7 +112,7 @@ def report_run(path: Path, console: Console, *, patterns: Sequence[str] = (), ou
         report = replace(report, slots=[row for row in report.slots if row.slot in chosen])
     report = _draw(report, folder, curves, chosen, out)
     if as_json:
-        console.print_json(data=report.to_dict())
+        console.print_json(data=report.to_dict(), ensure_ascii=True)  # a path may have bytes that are no characters
     else:
         _print_report(report, folder, console, show_all=bool(patterns))
 
@@ -116,8 +124,12 @@ def collect_report(folder: RunFolder) -> RunReport:
         InputError: it is no run folder.
     """
     settings = folder.read_settings()
-    rows, summary = folder.read_metrics(), folder.read_summary()
-    slots = _read_slots(folder)
+    rows, rows_damage = read_metrics(folder.metrics_file)
+    summary, summary_damage = read_summary(folder.summary_file)
+    slots, slots_damage = read_slots(folder.slots_file)
+    history = read_history(folder.slots_history_file)
+    damages = {"metrics": rows_damage, "summary": summary_damage, "slots": slots_damage, "history": history.damage}
+    is_empty = {"metrics": not rows, "summary": not summary, "slots": slots is None, "history": not history.slots}
     steps = [row for row in rows if "loss" in row]
     losses = _values(steps, "loss")
     evaluations = [row for row in rows if row.get("val_loss") is not None]
@@ -143,7 +155,8 @@ def collect_report(folder: RunFolder) -> RunReport:
         mode=summary.get("mode"),
         losses=losses,
         slots=slots or [],
-        missing=tuple(_missing(folder, settings, rows, summary, slots)),
+        missing=tuple(_missing(settings, [name for name in damages if is_empty[name] and damages[name] is None])),
+        damaged=tuple(damage for damage in damages.values() if damage is not None),
     )
 
 
@@ -171,29 +184,11 @@ def _range(curves: SlotCurves | None, slot: str) -> float:
     return max(amaxes) / min(amaxes) if amaxes else 0.0
 
 
-def _read_slots(folder: RunFolder) -> list[SlotRow] | None:
-    """The rows of slots.json, worst first as they were written; None if it is not there or damaged."""
-    try:
-        return [SlotRow(**row) for row in json.loads(folder.slots_file.read_text(encoding="utf-8"))]
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def _missing(
-    folder: RunFolder, settings: Settings, rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], slots: list[SlotRow] | None
-) -> list[str]:
-    missing = []
-    if not rows:
-        missing.append("metrics.jsonl: no step has been recorded yet.")
-    if not summary:
-        missing.append("summary.json (wall time, memory, device): it is written with the first checkpoint.")
+def _missing(settings: Settings, absent: Sequence[str]) -> list[str]:
+    missing = [_WHY_MISSING[name] for name in ("metrics", "summary") if name in absent]
     if settings.precision != "fp8":
         return [*missing, f"slots: a run in {settings.precision} has none."]
-    if slots is None:
-        missing.append("slots.json (saturation, underflow): it is written when a run ends, from one step sampled eagerly.")
-    if not folder.slots_history_file.exists():
-        missing.append("slots_history.jsonl (scale and amax over time): none has been recorded.")
-    return missing
+    return missing + [_WHY_MISSING[name] for name in ("slots", "history") if name in absent]
 
 
 def _values(rows: Sequence[Mapping[str, Any]], key: str) -> list[float]:
@@ -236,6 +231,8 @@ def _print_report(report: RunReport, folder: RunFolder, console: Console, show_a
         print_slots(console, report.slots, folder.slots_file, show_all, "--slot '*'")
     for piece in report.missing:
         show(f"Not there: {piece}")
+    for damage in report.damaged:
+        show(f"Damaged: {damage}")
     if report.plot is not None:
         show(f"Drawn: {report.plot}")
 

@@ -4,7 +4,7 @@ No torch here: a mistyped option is answered at once.
 """
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -29,6 +29,8 @@ CHOICES = {
 _COUNTS = ("vocab_size", "seq_len", "batch_size", "grad_accum", "steps", "eval_every", "save_every", "slots_every")
 #: What may differ when a run is resumed: none of these changes which batches or which model it trains.
 _CHANGEABLE = ("steps", "eval_every", "save_every", "slots_every", "mode", "device", "checkpointing")
+_MAX_COUNT = (1 << 31) - 1
+_MAX_SHOWN = 60  # characters of a value that cannot be used
 _TOKEN_MULTIPLE = 16  # of the contraction dimension of an FP8 GEMM
 
 
@@ -78,13 +80,48 @@ class Settings:
             InputError: the text is something else.
         """
         try:
-            values = json.loads(text)
-            values.setdefault("slots_every", _slots_every(values["steps"]))  # runs of before there was one
-            if set(values) != {field.name for field in fields(cls)}:
-                raise ValueError("fields are missing or unknown")
+            values = _saved_values(text)
             return _checked(cls(**{**values, "text": tuple(values["text"])}))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise InputError(f"{file} does not hold the settings of a run: {error} {remedy}") from error
+
+
+def _saved_values(text: str) -> dict[str, Any]:
+    """Values by field name, each of its field's type."""
+    try:
+        values = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply.") from None
+    if not isinstance(values, dict):
+        raise ValueError("it is not one JSON object.")
+    if _is_whole(values.get("steps")):
+        values.setdefault("slots_every", _slots_every(values["steps"]))  # runs of before there was one
+    if values.keys() != {field.name for field in fields(Settings)}:
+        raise ValueError("fields are missing or unknown.")
+    for field in fields(Settings):
+        if not _has_type(values[field.name], field.type):
+            raise ValueError(f"{field.name} is {_cut(repr(values[field.name]))}.")
+    if values["preset"] not in PRESETS:
+        raise ValueError(f"there is no preset {_cut(repr(values['preset']))}, only {', '.join(PRESETS)}.")
+    return values
+
+
+def _has_type(value: object, kind: Any) -> bool:
+    if kind == tuple[str, ...]:
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if kind is int:
+        return _is_whole(value)
+    if kind is float:
+        return isinstance(value, float) or _is_whole(value)
+    return isinstance(value, kind)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def make_settings(options: Mapping[str, Any]) -> Settings:
@@ -139,7 +176,7 @@ def _checked(settings: Settings) -> Settings:
         _check_count(name, getattr(settings, name))
     for name, choices in CHOICES.items():
         if getattr(settings, name) not in choices:
-            raise InputError(f"{_flag(name)} must be one of {', '.join(choices)}, got {getattr(settings, name)!r}.")
+            raise InputError(f"{_flag(name)} must be one of {', '.join(choices)}, got {_cut(repr(getattr(settings, name)))}.")
     _check_numbers(settings)
     _check_sizes(settings)
     return settings
@@ -148,15 +185,18 @@ def _checked(settings: Settings) -> Settings:
 def _check_count(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InputError(f"{_flag(name)} must be a whole number of at least 1, got {value}.")
+    if value > _MAX_COUNT:
+        raise InputError(f"{_flag(name)} must be at most {_MAX_COUNT}, got {_cut(str(value))}.")
 
 
 def _check_numbers(settings: Settings) -> None:
-    if not (math.isfinite(settings.lr) and settings.lr > 0):
-        raise InputError(f"--lr must be a number above 0, got {settings.lr}. Leave it out for the preset's.")
+    if not 0 < settings.lr <= sys.float_info.max:
+        raise InputError(f"--lr must be a number above 0, got {_cut(str(settings.lr))}. Leave it out for the preset's.")
     if settings.warmup < 0 or settings.warmup > settings.steps:
-        raise InputError(f"--warmup must be from 0 to --steps ({settings.steps}), got {settings.warmup}. Leave it out for a tenth.")
+        warmup = _cut(str(settings.warmup))
+        raise InputError(f"--warmup must be from 0 to --steps ({settings.steps}), got {warmup}. Leave it out for a tenth.")
     if not 0 <= settings.seed < 1 << 63:
-        raise InputError(f"--seed must be a whole number from 0 to 2**63 - 1, got {settings.seed}.")
+        raise InputError(f"--seed must be a whole number from 0 to 2**63 - 1, got {_cut(str(settings.seed))}.")
 
 
 def _check_sizes(settings: Settings) -> None:

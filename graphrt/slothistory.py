@@ -1,13 +1,13 @@
 """Scale and amax of every slot over a run, read from the device together with the losses."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphrt.runfolder import RunFolder
+from graphrt.runpieces import read_history
 from graphrt.state import QuantizationState
 
 __all__ = ["SlotCurves", "SlotHistory", "load_slot_curves"]
@@ -65,12 +65,7 @@ class SlotCurves:
 
 def load_slot_curves(folder: RunFolder) -> SlotCurves | None:
     """The recorded curves; None if there are none. Rows that do not fit the slots are left out."""
-    slots: list[str] = []
-    rows: list[Mapping[str, Any]] = []
-    for row in folder.read_slot_history():
-        slots = row.get("slots", slots)
-        if all(len(row.get(key, ())) == len(slots) for key in ("scale", "amax")) and "step" in row:
-            rows.append(row)
+    slots, rows, _ = read_history(folder.slots_history_file)
     if not slots or not rows:
         return None
     curves = {key: {slot: [row[key][i] for row in rows] for i, slot in enumerate(slots)} for key in ("scale", "amax")}

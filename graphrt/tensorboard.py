@@ -1,5 +1,6 @@
 """A run's metrics as TensorBoard events, for those who have it installed."""
 
+import os
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,12 +17,14 @@ TAGS = {
 }  # fmt: skip
 
 
-def check_tensorboard() -> None:
-    """Refuse to go on without the library.
+def check_tensorboard(folder: Path) -> None:
+    """Refuse to go on without the library, or with something else where the events go.
 
     Raises:
-        InputError: it is not installed.
+        InputError: the library is not installed, or ``folder`` is no folder that can be written.
     """
+    if os.path.lexists(folder) and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        raise InputError(f"{folder} is no folder that can be written. Move it away, or leave --tensorboard out.")
     try:
         _import_writer()
     except ImportError as error:

@@ -141,7 +141,7 @@ def _prepare(settings: Settings, folder: RunFolder, console: Console, resume: bo
     if not resume:
         folder.check_new()
     if use_tensorboard:
-        check_tensorboard()
+        check_tensorboard(folder.tensorboard_folder)
     corpus = load_corpus(settings)
     split = split_corpus(corpus, settings.seq_len)
     device = resolve_device(settings)
@@ -163,7 +163,7 @@ def _prepare(settings: Settings, folder: RunFolder, console: Console, resume: bo
 def _restore(run: Run, saved: dict) -> None:
     try:
         run.trainer.load_state_dict(saved["trainer"])
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         file = run.folder.checkpoint_file
         raise InputError(f"{file} does not fit the run's model: {_first_line(error)} Start a new run with another --out.") from error
     run.step = saved["step"]

@@ -29,6 +29,7 @@ def test_a_preset(capsys, tmp_path):
     # Again, over the earlier profile, and with checkpointing.
     assert main(["profile", "--preset", "nano", "--steps", "1", "--device", "cpu", "--checkpointing", "block", "--mode", "eager"]) == 0
     assert "recompute" in capsys.readouterr().out
+    assert {file.name for file in folder.iterdir()} == {"profile.json", "trace.json", "profile.png"}  # not the earlier node map
 
 
 def test_a_run_with_its_checkpoint(capsys, tmp_path):

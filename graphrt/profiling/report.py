@@ -11,7 +11,10 @@ from graphrt.profiling.events import Event, Gap, PathProfile, Row, layer_of
 from graphrt.profiling.matching import demangled
 from graphrt.profiling.trace import write_trace
 
-__all__ = ["StepProfile", "Table"]
+__all__ = ["PROFILE_FILES", "StepProfile", "Table"]
+
+#: What a folder of a profile may hold.
+PROFILE_FILES = ("profile.json", "trace.json", "node_map.json", "profile.png")
 
 _NUM_ROWS, _NUM_GAPS = 20, 8
 _FORMAT = 1
@@ -82,6 +85,8 @@ class StepProfile:
     def save(self, folder: str | Path) -> list[Path]:
         """Write profile.json, trace.json (for ui.perfetto.dev), node_map.json, and profile.png where matplotlib is installed.
 
+        A file of an earlier profile that this one does not have goes.
+
         Returns:
             The files written.
         """
@@ -97,6 +102,9 @@ class StepProfile:
             self.node_map.save(files[-1])
         if plot_profile(folder / "profile.png", self.paths, self.device):
             files.append(folder / "profile.png")
+        for name in PROFILE_FILES:
+            if folder / name not in files:
+                (folder / name).unlink(missing_ok=True)
         return files
 
 
