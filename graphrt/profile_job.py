@@ -17,7 +17,7 @@ from graphrt.jobsetup import build_trainer, resolve_device
 from graphrt.presets import PRESETS
 from graphrt.profiling.report import StepProfile, Table
 from graphrt.runfolder import RunFolder
-from graphrt.settings import InputError, Settings, make_settings
+from graphrt.settings import InputError, Settings, as_sentence, make_settings
 from graphrt.train import load_corpus
 from graphrt.trainer import Trainer
 
@@ -128,7 +128,9 @@ def _load(trainer: Trainer, saved: dict[str, Any], run: RunFolder | None) -> Non
     try:
         trainer.load_state_dict(saved["trainer"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"{run and run.checkpoint_file} does not fit the run's model: {error}. Give another run.") from error
+        raise InputError(
+            f"{run and run.checkpoint_file} does not fit the run's model: {as_sentence(str(error))} Give another run."
+        ) from error
 
 
 def _batch(split: Split, settings: Settings, device: torch.device, step: int) -> dict[str, Tensor]:
@@ -139,6 +141,8 @@ def _batch(split: Split, settings: Settings, device: torch.device, step: int) ->
 
 def _show(profile: StepProfile, console: Console) -> None:
     for table in profile.tables():
+        # A table's own title is wrapped to the table's width, however narrow.
+        console.print(f"[italic]{escape(table.title)}[/]", highlight=False, soft_wrap=True)
         console.print(_rich(table))
     for path in profile.paths:
         for note in path.notes:
@@ -148,7 +152,7 @@ def _show(profile: StepProfile, console: Console) -> None:
 
 
 def _rich(table: Table) -> RichTable:
-    shown = RichTable(title=escape(table.title), title_justify="left", box=SIMPLE_HEAD)
+    shown = RichTable(box=SIMPLE_HEAD)
     for i, name in enumerate(table.columns):
         is_label = i < table.num_labels
         shown.add_column(name, justify="left" if is_label else "right", no_wrap=not is_label, overflow="fold" if is_label else "ellipsis")

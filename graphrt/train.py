@@ -30,7 +30,7 @@ from graphrt.parity import check_parity
 from graphrt.progress import MetricsLog, make_progress
 from graphrt.ranges import listening
 from graphrt.runfolder import RunFolder
-from graphrt.settings import InputError, Settings
+from graphrt.settings import InputError, Settings, as_sentence
 from graphrt.slothistory import SlotHistory
 from graphrt.stepclock import ReplayClock
 from graphrt.summary import Quality, SlotRow, next_commands, print_quality, print_slots, rows_to_json, slot_rows
@@ -165,7 +165,9 @@ def _restore(run: Run, saved: dict) -> None:
         run.trainer.load_state_dict(saved["trainer"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         file = run.folder.checkpoint_file
-        raise InputError(f"{file} does not fit the run's model: {_first_line(error)} Start a new run with another --out.") from error
+        raise InputError(
+            f"{file} does not fit the run's model: {as_sentence(_first_line(error))} Start a new run with another --out."
+        ) from error
     run.step = saved["step"]
     run.wall_s_before = run.folder.read_summary().get("wall_s", 0.0)
     run.folder.drop_rows_after(run.step)

@@ -1,14 +1,18 @@
 """The run: what it writes, how it stops and goes on, what it refuses, and how good the model gets."""
 
 import builtins
+import io
 import json
 import math
 import os
+import shlex
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from graphrt import train as train_module
 from graphrt.cli import main
@@ -17,6 +21,7 @@ from graphrt.interrupt import StopRequest
 from graphrt.jobsetup import resolve_device
 from graphrt.presets import PRESETS, ModelShape, Preset
 from graphrt.settings import InputError, Settings, change_settings, make_settings
+from graphrt.summary import Quality, next_commands, print_quality
 
 NANO = Preset(ModelShape(1, 32, 2, 48, 256), seq_len=16, batch_size=4, steps=6, lr=3e-3, about="tests")
 
@@ -335,6 +340,29 @@ class TestSettings:
         assert change_settings(settings, {"steps": 999, "mode": "eager"}).steps == 999
         assert change_settings(settings, {"seed": 0, "preset": "tiny"}) == settings
 
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"preset": "nano", "steps": 6},
+            {"batch_size": 4, "seq_len": 64, "grad_accum": 2, "lr": 1.5e-4, "warmup": 7, "vocab_size": 300, "seed": 3},
+            {"steps": 1000, "checkpointing": "block", "mode": "eager", "device": "cpu", "eval_every": 9},
+            {"tokens": "my tokens.bin", "token_dtype": "uint32", "save_every": 7, "slots_every": 2},
+            {"text": ("a b.txt", "c/*.py")},
+        ],
+    )
+    def test_the_same_run_that_is_suggested_is_the_same_run(self, options, monkeypatch):
+        given = []
+        monkeypatch.setattr("graphrt.cli._run_training", lambda options, *rest: given.append(options) or 0)
+        settings = make_settings(options)
+        (again,) = (command for command, purpose in next_commands(settings, Path("r"), "cpu") if purpose == "the same run in fp32")
+        assert main(shlex.split(again)[1:]) == 0
+        assert make_settings(given[0]) == replace(settings, precision="fp32")
+
+    def test_the_same_run_names_only_what_differs_from_the_preset(self):
+        again = next_commands(make_settings({"lr": 1.0, "batch_size": 8}), Path("r"), "cpu")[1][0]
+        assert again == "graphrt train --preset tiny --lr 1.0 --precision fp32 --out r-fp32"
+
     def test_learning_rate_rises_then_falls_to_a_tenth(self):
         settings = make_settings({"steps": 100, "warmup": 10, "lr": 1.0})
         rates = [train_module.learning_rate(settings, step) for step in range(100)]
@@ -365,12 +393,30 @@ class TestSettings:
             ({"token_dtype": "uint16"}, "--token-dtype uint16 goes with --tokens"),
             ({"vocab_size": 100}, "--vocab-size must be at least 256 for text"),
             ({"text": ("a",), "tokens": "b"}, "--text and --tokens"),
+            ({"text": ("a", "")}, "--text is given an empty name"),
+            ({"tokens": ""}, "--tokens is given an empty name"),
         ],
     )
     def test_what_cannot_be_is_named(self, options, words):
         with pytest.raises(InputError) as caught:
             make_settings(options)
         assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"), [(2.0, "0.0%"), (1.0, "50.0% better."), (3.0, "50.0% worse: train longer"), (math.nan, "not finite")]
+)
+def test_quality_is_told_in_words_that_fit(model, words):
+    console = Console(file=io.StringIO(), width=80)
+    print_quality(console, Quality(model, 2.0, 100, True))
+    printed = console.file.getvalue()
+    assert ("as good as" in printed and words not in printed) if words == "0.0%" else words in printed
+
+
+def test_titles_are_one_line_of_a_narrow_terminal(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    run("r")
+    assert "FP8 slots, worst first (shares are sampled: one step, eager)\n" in capsys.readouterr().out
 
 
 @pytest.mark.slow
