@@ -12,7 +12,7 @@ from typing import Any
 
 from graphrt.presets import PRESETS, ModelShape
 
-__all__ = ["CHOICES", "InputError", "Settings", "as_sentence", "change_settings", "make_settings", "options_of"]
+__all__ = ["CHOICES", "InputError", "Settings", "as_sentence", "change_settings", "is_settings_file", "make_settings", "options_of"]
 
 
 class InputError(ValueError):
@@ -146,6 +146,15 @@ def options_of(settings: Settings) -> list[tuple[str, str]]:
     options += [] if settings.tokens is None else [("--tokens", settings.tokens)]
     others = ((name, value) for name, value in asdict(settings).items() if name not in data)
     return options + [(_flag(name), str(value)) for name, value in others if value != expected[name]]
+
+
+def is_settings_file(file: Path) -> bool:
+    """Whether this is the settings.json of a run, of whatever version."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(values, dict) and values.keys() >= {"preset", "precision", "grad_accum", "seq_len"}
 
 
 def as_sentence(text: str) -> str:

@@ -128,7 +128,7 @@ def next_commands(settings: Settings, out: Path, device_type: str) -> list[tuple
     options = [option for option in options_of(settings) if option[0] != "--precision"]
     options += [("--precision", other), ("--out", f"{out}-{other}")]
     again = " ".join(f"{flag} {shlex.quote(value)}" for flag, value in options)
-    train_on = "train on; the learning rate rises to where a run of that many steps has it"
+    train_on = f"train on, with the learning-rate schedule of {2 * settings.steps} steps"
     commands = [
         (f"graphrt train --out {shlex.quote(str(out))} --resume --steps {2 * settings.steps}", train_on),
         (f"graphrt train {again}", f"the same run in {other}"),

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -116,15 +117,15 @@ def train(
     return 0 if is_equal else 1
 
 
-def load_corpus(settings: Settings) -> Corpus:
-    """The text or the tokens that the settings name.
+def load_corpus(settings: Settings, run_folder: Path | None = None) -> Corpus:
+    """The text or the tokens that the settings name, without what the run writes to its folder.
 
     Raises:
         InputError: they cannot be used.
     """
     if settings.tokens:
         return load_tokens(settings.tokens, settings.token_dtype, settings.vocab_size)
-    return load_text(settings.text) if settings.text else load_default_text()
+    return load_text(settings.text, run_folder) if settings.text else load_default_text()
 
 
 def learning_rate(settings: Settings, step: int) -> float:
@@ -142,7 +143,7 @@ def _prepare(settings: Settings, folder: RunFolder, console: Console, resume: bo
         folder.check_new()
     if use_tensorboard:
         check_tensorboard()
-    corpus = load_corpus(settings)
+    corpus = load_corpus(settings, folder.path)
     split = split_corpus(corpus, settings.seq_len)
     device = resolve_device(settings)
     saved = folder.load_checkpoint(settings, corpus.fingerprint()) if resume else None
@@ -290,6 +291,8 @@ def _introduce(run: Run, resume: bool) -> None:
         f"{settings.precision} on {run.device}: {escape(run.corpus.source)}, {len(run.split.train):,} tokens to train on, "
         f"{settings.tokens_per_step:,} a step."
     )
+    if run.corpus.left_out:
+        run.console.print(f"Files left out of --text: {run.corpus.left_out}. Name a file itself to train on it.")
     if settings.precision == "bf16" and run.device.type == "cpu":
         run.console.print("Most CPUs emulate bf16, many times slower than --precision fp32.")
 

@@ -140,6 +140,15 @@ class TestRun:
         assert main(args) == 0
         assert "bits per token" in capsys.readouterr().out
 
+    def test_a_run_inside_its_text_is_resumed_and_never_trains_on_a_run(self, run, tmp_path, monkeypatch, capsys):
+        with monkeypatch.context() as patch:
+            send_signal_in_step(patch, 1, signal.SIGINT)
+            run("r", "--text", str(tmp_path), code=130)
+        run("r", "--resume")
+        assert "Files left out of --text: " in capsys.readouterr().out
+        run("other", "--text", f"{tmp_path}/**/*")
+        assert checkpoint(tmp_path / "r")["corpus"] == checkpoint(tmp_path / "other")["corpus"]
+
     def test_without_matplotlib_it_says_what_to_install(self, run, capsys, monkeypatch):
         real_import = builtins.__import__
 
@@ -252,7 +261,7 @@ class TestRefusals:
 
     def test_text_shorter_than_a_sequence(self, refuse, tmp_path):
         (tmp_path / "short.txt").write_text("short")
-        assert "short.txt holds 5 tokens" in refuse("--preset", "nano", "--text", str(tmp_path / "short.txt"), "--out", str(tmp_path / "r"))
+        assert "There are 5 tokens in" in refuse("--preset", "nano", "--text", str(tmp_path / "short.txt"), "--out", str(tmp_path / "r"))
         assert not (tmp_path / "r").exists()
 
     def test_a_run_folder_that_exists(self, refuse, finished):
