@@ -7,13 +7,15 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from graphrt.settings import InputError, Settings
+from graphrt.runlock import LOCK_NAME
+from graphrt.settings import InputError, Settings, as_sentence, is_settings_file
 
 __all__ = ["RunFolder", "replacing"]
 
@@ -47,21 +49,48 @@ class RunFolder:
         Raises:
             InputError: it exists and is not an empty folder, or its parent cannot be written.
         """
-        if os.path.lexists(self.path) and not (self.path.is_dir() and not any(self.path.iterdir())):
+        if os.path.lexists(self.path) and not self.is_startable():
+            if is_settings_file(self.settings_file) and not self.checkpoint_file.exists():
+                raise InputError(f"{self.path} holds a run without a checkpoint. {self.restart_remedy()}, or choose another --out.")
             remedy = "Go on with it by --resume, or choose another --out." if self.checkpoint_file.exists() else "Choose another --out."
             raise InputError(f"{self.path} exists already. {remedy}")
         parent = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
         if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
             raise InputError(f"{self.path} cannot be made: {parent} is no folder that can be written. Choose another --out.")
 
-    def create(self, settings: Settings) -> None:
+    def is_startable(self) -> bool:
+        """Whether a run may start here: there is no folder, an empty one, or what a run leaves that stopped before it had results."""
+        if not os.path.lexists(self.path):
+            return True
+        if not self.path.is_dir():
+            return False
+        files = [file for file in self.path.iterdir() if file.name != LOCK_NAME]
+        return all(self._is_worthless(file) for file in files) and (not files or is_settings_file(self.settings_file))
+
+    def _is_worthless(self, file: Path) -> bool:
+        is_empty_log = file in (self.metrics_file, self.slots_history_file) and file.stat().st_size == 0
+        return file == self.settings_file or is_empty_log or (file.suffix == ".tmp" and file.is_file())
+
+    def restart_remedy(self) -> str:
+        """How to start anew a run that has no checkpoint, as a sentence without its full stop."""
+        return "Run the same command to start anew" if self.is_startable() else f"Delete it with rm -r {shlex.quote(str(self.path))}"
+
+    def create(self, settings: Settings, lock: Callable[[], None]) -> None:
         """Make the folder and write the settings.
 
+        Args:
+            settings: of the run.
+            lock: called when the folder is there; raises InputError if another run has it.
+
         Raises:
-            InputError: the file system refuses.
+            InputError: the file system refuses, or another run was faster.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            lock()
+            self.check_new()
+            for file in self.path.glob("*.tmp"):
+                file.unlink()
             self._write(self.settings_file, settings.to_json())
         except OSError as error:
             raise InputError(f"{self.path} cannot be written: {error.strerror}. Choose another --out.") from error
@@ -76,9 +105,11 @@ class RunFolder:
         Raises:
             InputError: there is no run here, or no checkpoint, or it cannot be written on.
         """
-        for file in (self.settings_file, self.checkpoint_file):
-            if not file.is_file():
-                raise InputError(f"{self.path} has no {file.name} to resume from. Check --out, or leave out --resume to start a new run.")
+        if not _is_file(self.settings_file):
+            raise InputError(f"{self.path} has no settings.json to resume from. Check --out, or leave out --resume to start a new run.")
+        if not _is_file(self.checkpoint_file):
+            remedy = "Leave out --resume to start it anew." if self.is_startable() else f"{self.restart_remedy()} to start it anew."
+            raise InputError(f"{self.path} has no checkpoint.pt to resume from. {remedy}")
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise InputError(f"{self.path} cannot be written. Change its permissions to resume the run.")
         return self._parse_settings("Start a new run with another --out.")
@@ -89,7 +120,7 @@ class RunFolder:
         Raises:
             InputError: there is no run here, or its settings are damaged.
         """
-        if not self.settings_file.is_file():
+        if not _is_file(self.settings_file):
             is_folder = self.path.is_dir()
             fact = f"{self.path} is no run folder: it has no settings.json" if is_folder else f"There is no folder {self.path}"
             raise InputError(f"{fact}. Give the --out of a graphrt train.")
@@ -98,8 +129,10 @@ class RunFolder:
     def _parse_settings(self, remedy: str) -> Settings:
         try:
             return Settings.from_json(self.settings_file.read_text(encoding="utf-8"), self.settings_file, remedy)
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{self.settings_file} cannot be read: {error}. {remedy}") from error
+        except OSError as error:
+            raise _unreadable(self.settings_file, error) from error
+        except UnicodeDecodeError as error:
+            raise InputError(f"{self.settings_file} cannot be read: {as_sentence(str(error))} {remedy}") from error
 
     def save_checkpoint(self, step: int, settings: Settings, corpus: str, trainer_state: Mapping[str, Any]) -> None:
         """Replace the checkpoint by one after `step` steps, at once.
@@ -126,6 +159,8 @@ class RunFolder:
         file, restart = self.checkpoint_file, "Start a new run with another --out."
         try:
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+        except OSError as error:
+            raise _unreadable(file, error) from error
         except Exception as error:  # torch raises whatever its zip and pickle readers do
             raise InputError(f"{file} cannot be read: it is cut short or no checkpoint. {restart}") from error
         if not isinstance(checkpoint, dict) or not checkpoint.keys() >= _CHECKPOINT_KEYS or checkpoint["format"] != _FORMAT:
@@ -210,7 +245,7 @@ class RunFolder:
 
 
 def _append_lines(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    with open(file, "a", encoding="utf-8") as opened:
+    with _naming(file), open(file, "a", encoding="utf-8") as opened:
         opened.writelines(json.dumps(row) + "\n" for row in rows)
 
 
@@ -224,12 +259,34 @@ def _read_lines(file: Path) -> list[dict[str, Any]]:
     return [row for row in rows if isinstance(row, dict)]
 
 
+def _is_file(file: Path) -> bool:
+    try:
+        return file.is_file()
+    except OSError as error:  # the folder may not be looked into
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: OSError) -> InputError:
+    return InputError(f"{file} cannot be read: {error.strerror or error}. Make it readable, and try again.")
+
+
+@contextlib.contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """Give an error the file's name: a write that fails does not know it."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(file)
+        raise
+
+
 @contextlib.contextmanager
 def replacing(file: Path) -> Iterator[Path]:
     """A name to write to; what is there takes the file's place when the body ends well, and goes when it does not."""
     temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     try:
-        yield temporary
-        os.replace(temporary, file)
+        with _naming(file):
+            yield temporary
+            os.replace(temporary, file)
     finally:
         temporary.unlink(missing_ok=True)

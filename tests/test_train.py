@@ -7,6 +7,7 @@ import math
 import os
 import shlex
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from graphrt.data import load_default_text
 from graphrt.interrupt import StopRequest
 from graphrt.jobsetup import resolve_device
 from graphrt.presets import PRESETS, ModelShape, Preset
+from graphrt.runlock import FolderLock
 from graphrt.settings import InputError, Settings, change_settings, make_settings
 from graphrt.summary import Quality, next_commands, print_quality
 
@@ -93,7 +95,7 @@ def send_signal_in_step(monkeypatch, step, *signals):
 class TestRun:
     def test_folder_holds_what_the_help_says(self, run):
         folder = run("r", "--eval-every", "3")
-        names = {file.name for file in folder.iterdir()}
+        names = {file.name for file in folder.iterdir()} - {".lock"}
         assert names == {"checkpoint.pt", "loss.png", "metrics.jsonl", "settings.json", "slots.json", "slots_history.jsonl", "summary.json"}
         assert len(rows(folder, "loss")) == 6
         assert len(rows(folder, "val_loss")) == 2
@@ -229,11 +231,158 @@ class TestStopAndResume:
         run("r", "--resume", "--steps", "8")
         assert [json.loads(line).get("step") for line in slot_rows(folder)] == [None, 7, 8]
 
+    @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+    def test_signals_that_are_no_key_are_named(self, run, monkeypatch, capsys, signum):
+        send_signal_in_step(monkeypatch, 2, signum)
+        folder = run("r", code=128 + signum)
+        out = capsys.readouterr().out
+        assert f"{signum.name}: stopping after this step" in out
+        assert "Ctrl-C" not in out
+        assert checkpoint(folder)["step"] == 3
+
+    def test_a_hangup_that_is_ignored_stays_ignored(self, run, monkeypatch):
+        before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        try:
+            send_signal_in_step(monkeypatch, 2, signal.SIGHUP)
+            run("r")
+        finally:
+            signal.signal(signal.SIGHUP, before)
+
+    @pytest.mark.parametrize("phase", ["_evaluate", "_measure_slots", "check_parity"])
+    @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+    def test_a_signal_after_the_last_checkpoint_stops_at_once(self, run, monkeypatch, capsys, phase, signum):
+        def interrupted(*args):
+            os.kill(os.getpid(), signum)
+            raise AssertionError("it went on")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(train_module, phase, interrupted)
+            folder = run("r", "--check-parity", "2", "--eval-every", "99", code=128 + signum)
+        out = capsys.readouterr().out
+        assert "Stopped after step 6 of 6; the checkpoint is written." in out
+        assert "after this step" not in out
+        run("r", "--resume")
+        assert checkpoint(folder)["step"] == 6
+
+    def test_a_run_that_stopped_before_it_had_anything_starts_anew(self, run, monkeypatch, capsys):
+        with monkeypatch.context() as patch:
+            send_signal_in_step(patch, 0, signal.SIGINT, signal.SIGINT)
+            folder = run("r", code=130)
+        assert "There is no checkpoint yet. Run the same command to start anew." in capsys.readouterr().err
+        (folder / "metrics.jsonl").touch()
+        (folder / "checkpoint.pt.1.tmp").touch()
+        run("r", "--resume", code=2)
+        assert "Leave out --resume to start it anew" in capsys.readouterr().err
+        assert not list(run("r").glob("*.tmp"))
+
+    def test_a_run_with_rows_and_no_checkpoint_says_what_to_delete(self, run, monkeypatch, capsys):
+        with monkeypatch.context() as patch:
+            send_signal_in_step(patch, 3, signal.SIGINT, signal.SIGINT)
+            patch.setattr("graphrt.progress._FLUSH_INTERVAL_S", 0)
+            folder = run("r", "--save-every", "99", code=130)
+        assert f"Delete it with rm -r {folder}." in capsys.readouterr().err
+        for more in ([], ["--resume"]):
+            run("r", *more, code=2)
+            assert f"Delete it with rm -r {folder}" in capsys.readouterr().err
+        assert rows(folder, "loss")
+
+    def test_more_steps_say_what_they_do_to_the_learning_rate(self, run, capsys):
+        run("r", "--lr", "0.01")
+        capsys.readouterr()
+        run("r", "--resume", "--steps", "12")
+        out = " ".join(capsys.readouterr().out.split())
+        before = train_module.learning_rate(make_settings({"preset": "nano", "lr": 0.01}), 5)
+        now = train_module.learning_rate(make_settings({"preset": "nano", "lr": 0.01, "steps": 12, "warmup": 0}), 6)
+        assert f"--steps was 6, it is 12: the learning rate was {before:.2e}, it goes on at {now:.2e}" in out
+        assert "already finished" not in out
+
+    def test_a_finished_run_says_that_it_is(self, run, capsys):
+        run("r")
+        capsys.readouterr()
+        run("r", "--resume")
+        assert "already finished its 6 steps" in " ".join(capsys.readouterr().out.split())
+
     def test_a_request_outlives_a_terminate_after_an_interrupt(self):
         with StopRequest(lambda line: None) as stop:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGTERM)
             assert stop.exit_code == 130
+
+
+class TestLostOutput:
+    """Whatever becomes of the output, the run stops between two steps, with a checkpoint and one line."""
+
+    @pytest.fixture
+    def closed_pipe(self):
+        read_end, write_end = os.pipe()
+        os.close(read_end)
+        stream = os.fdopen(write_end, "w")
+        yield stream
+        stream.close()
+
+    def test_a_closed_pipe(self, run, monkeypatch, capsys, closed_pipe):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", closed_pipe)
+            folder = run("r", code=141)
+        err = capsys.readouterr().err
+        assert (
+            err == f"graphrt: The output cannot be written: Broken pipe. Run graphrt train --out {folder} --resume to go on from the "
+            "last checkpoint.\n"
+        )
+        run("r", "--resume")
+        assert len(rows(folder, "loss")) == 6
+
+    @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+    def test_a_full_disk_below_the_output(self, run, monkeypatch, capsys):
+        with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", full)
+            run("r", code=1)
+        err = capsys.readouterr().err
+        assert err.startswith("graphrt: The output cannot be written: No space left on device.")
+        assert err.count("\n") == 1
+
+    def test_a_full_disk_below_the_run_folder(self, run, monkeypatch, capsys):
+        def fail(*args, **kwargs):
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "write_text", fail)
+            patch.setattr("graphrt.runfolder.RunFolder.create", lambda self, settings, lock: self.path.mkdir())
+            folder = run("r", code=1)
+        assert capsys.readouterr().err == f"graphrt: {folder}/summary.json cannot be used: No space left on device.\n"
+
+
+class TestValidation:
+    def count_evaluations(self, monkeypatch, run, *args):
+        sizes = []
+        evaluate = train_module.Trainer.evaluate
+
+        def counted(trainer, batch):
+            sizes.append(batch["tokens"].numel())
+            return evaluate(trainer, batch)
+
+        monkeypatch.setattr(train_module.Trainer, "evaluate", counted)
+        run("r", *args)
+        return sizes
+
+    def test_small_batches_are_validated_in_large_ones(self, run, monkeypatch, tmp_path):
+        (tmp_path / "long.txt").write_bytes(load_default_text().tokens[:300_000].tobytes())
+        text = ("--text", str(tmp_path / "long.txt"))
+        sizes = self.count_evaluations(monkeypatch, run, "--batch-size", "1", "--eval-every", "3", *text)
+        assert sizes == [2048, 2048, 2048, 2048, 2048]  # one on the way, four at the end
+
+    def test_settings_decide_how_many_tokens_validate(self):
+        tiny = make_settings({})
+        assert train_module._tokens_on_the_way(tiny) == 8192
+        assert train_module._final_tokens(tiny) == 1 << 16
+
+    def test_without_a_terminal_lines_tell_of_progress(self, run, monkeypatch, capsys):
+        monkeypatch.setattr("graphrt.progress._LINE_INTERVAL_S", 0.0)
+        monkeypatch.setattr("graphrt.progress._FLUSH_INTERVAL_S", 0.0)
+        run("r", "--eval-every", "3")
+        out = capsys.readouterr().out
+        assert "step 2: loss" in out
+        assert "validating: 1 of 1 batches" in out
 
 
 class TestRefusals:
@@ -294,6 +443,27 @@ class TestRefusals:
         file = finished / "checkpoint.pt"
         file.write_bytes(file.read_bytes()[:num_bytes])
         assert "checkpoint.pt cannot be read: it is cut short" in refuse("--resume", "--out", str(finished))
+
+    @pytest.mark.parametrize("what", ["torch.load", "pathlib.Path.read_text", "pathlib.Path.is_file"])
+    def test_files_that_may_not_be_read(self, refuse, finished, monkeypatch, what):
+        def denied(*args, **kwargs):
+            raise PermissionError(13, "Permission denied")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(what, denied)
+            patch.setattr(Path, "rglob", lambda self, pattern: [])
+            err = refuse("--resume", "--out", str(finished))
+        assert "cannot be read: Permission denied. Make it readable" in err
+        assert "new run" not in err
+
+    def test_a_folder_in_which_another_run_trains(self, refuse, finished, tmp_path, text_file):
+        new = tmp_path / "new"
+        new.mkdir()
+        (new / "settings.json").write_text(make_settings({}).to_json())
+        for folder, args in ((finished, ("--resume",)), (new, ("--preset", "nano", "--text", str(text_file)))):
+            with FolderLock(folder) as lock:
+                lock.acquire()
+                assert f"{folder} is in use by another graphrt train" in refuse("--out", str(folder), *args)
 
     def test_a_checkpoint_that_is_something_else(self, refuse, finished):
         torch.save({"weights": torch.zeros(1)}, finished / "checkpoint.pt")
