@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from graphrt.presets import PRESETS
 from graphrt.settings import InputError, change_settings, make_settings
@@ -23,7 +24,21 @@ _FAILURE_EXIT_CODE = 1
 _ABORT_EXIT_CODE = 130
 _PIPE_EXIT_CODE = 141
 
+
+class _Stopped(Exception):
+    """Ctrl-C where nothing else catches it. The command-line library would end with the exit code and no word."""
+
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise _Stopped from error
+
+
 app = typer.Typer(
+    cls=_Commands,
     name="graphrt",
     help="Train static-shape language models in FP8, the whole step as one CUDA graph.\n\nStart with: graphrt train --out runs/first",
     no_args_is_help=True,
@@ -96,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
 def _dispatch(argv: list[str] | None) -> int:
     try:
         return app(args=argv, prog_name="graphrt", standalone_mode=False) or 0
-    except (KeyboardInterrupt, typer.Abort):
+    except (KeyboardInterrupt, typer.Abort, _Stopped):
         return _complain("Stopped by Ctrl-C.", _ABORT_EXIT_CODE)
     except OSError as error:
         return _complain_about(error)
