@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from graphrt.runlock import LOCK_NAME
+from graphrt.runlock import LOCK_NAME, check_idle
 from graphrt.settings import InputError, Settings, as_sentence, is_settings_file
 
 __all__ = ["RunFolder", "replacing"]
@@ -49,6 +49,10 @@ class RunFolder:
         Raises:
             InputError: it exists and is not an empty folder, or its parent cannot be written.
         """
+        check_idle(self.path)  # nobody is told to delete what a run is writing
+        self._check_startable()
+
+    def _check_startable(self) -> None:
         if os.path.lexists(self.path) and not self.is_startable():
             if is_settings_file(self.settings_file) and not self.checkpoint_file.exists():
                 raise InputError(f"{self.path} holds a run without a checkpoint. {self.restart_remedy()}, or choose another --out.")
@@ -88,7 +92,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock()
-            self.check_new()
+            self._check_startable()
             for file in self.path.glob("*.tmp"):
                 file.unlink()
             self._write(self.settings_file, settings.to_json())
@@ -107,6 +111,7 @@ class RunFolder:
         """
         if not _is_file(self.settings_file):
             raise InputError(f"{self.path} has no settings.json to resume from. Check --out, or leave out --resume to start a new run.")
+        check_idle(self.path)
         if not _is_file(self.checkpoint_file):
             remedy = "Leave out --resume to start it anew." if self.is_startable() else f"{self.restart_remedy()} to start it anew."
             raise InputError(f"{self.path} has no checkpoint.pt to resume from. {remedy}")

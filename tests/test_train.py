@@ -460,10 +460,15 @@ class TestRefusals:
         new = tmp_path / "new"
         new.mkdir()
         (new / "settings.json").write_text(make_settings({}).to_json())
-        for folder, args in ((finished, ("--resume",)), (new, ("--preset", "nano", "--text", str(text_file)))):
+        begun = tmp_path / "begun"
+        begun.mkdir()
+        (begun / "settings.json").write_text(make_settings({}).to_json())
+        (begun / "metrics.jsonl").write_text('{"step": 1}\n')
+        for folder in (finished, new, begun):
             with FolderLock(folder) as lock:
                 lock.acquire()
-                assert f"{folder} is in use by another graphrt train" in refuse("--out", str(folder), *args)
+                for args in (("--resume",), ("--preset", "nano", "--text", str(text_file))):
+                    assert f"{folder} is in use by another graphrt train" in refuse("--out", str(folder), *args)
 
     def test_a_checkpoint_that_is_something_else(self, refuse, finished):
         torch.save({"weights": torch.zeros(1)}, finished / "checkpoint.pt")
