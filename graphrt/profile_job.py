@@ -16,7 +16,7 @@ from graphrt.data import Split, sample_windows, split_corpus
 from graphrt.jobsetup import build_trainer, resolve_device
 from graphrt.presets import PRESETS
 from graphrt.profiling.report import StepProfile, Table
-from graphrt.runfolder import RunFolder
+from graphrt.runfolder import RunFolder, naming
 from graphrt.settings import InputError, Settings, as_sentence, make_settings
 from graphrt.train import load_corpus
 from graphrt.trainer import Trainer
@@ -77,10 +77,7 @@ def _settings_of_run(path: Path, given: Mapping[str, Any]) -> tuple[Settings, Ru
         raise InputError(f"--{fixed.replace('_', '-')} cannot be changed for {path}, a run that has its settings. Leave it out.")
     if not folder.settings_file.is_file():
         raise InputError(f"{path} has no settings.json. Give the folder of a graphrt train run, or one of {', '.join(PRESETS)}.")
-    try:
-        settings = Settings.from_json(folder.settings_file.read_text(encoding="utf-8"), folder.settings_file)
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{folder.settings_file} cannot be read: {error}. Give another run.") from error
+    settings = folder.read_settings()
     # Checked again: an option of the command line may be one that does not exist.
     checked = make_settings({name: value for name, value in given.items() if value is not None})
     return replace(settings, **{"mode": "graph", "device": "auto", **{name: getattr(checked, name) for name in given}}), folder
@@ -116,7 +113,8 @@ def run_profile(job: ProfileJob, console: Console) -> StepProfile:
             trainer.step(_batch(split, settings, device, step))
         profile = trainer.profile(_batch(split, settings, device, trainer.warmup_steps + 1), steps=job.num_steps)
     _show(profile, console)
-    files = profile.save(job.out)
+    with naming(job.out):
+        files = profile.save(job.out)
     console.print(f"Written to {job.out}: {', '.join(file.name for file in files)}", markup=False, highlight=False, soft_wrap=True)
     if not any(file.suffix == ".png" for file in files):
         console.print("No picture: matplotlib is not installed. pip install 'graphrt[plot]' adds it.", markup=False, highlight=False)

@@ -17,7 +17,7 @@ import torch
 from graphrt.runlock import LOCK_NAME, check_idle
 from graphrt.settings import InputError, Settings, as_sentence, is_settings_file
 
-__all__ = ["RunFolder", "replacing"]
+__all__ = ["RunFolder", "naming", "replacing"]
 
 _CHECKPOINT_KEYS = {"format", "step", "shape", "corpus", "trainer"}
 _FORMAT = 1
@@ -250,7 +250,7 @@ class RunFolder:
 
 
 def _append_lines(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    with _naming(file), open(file, "a", encoding="utf-8") as opened:
+    with naming(file), open(file, "a", encoding="utf-8") as opened:
         opened.writelines(json.dumps(row) + "\n" for row in rows)
 
 
@@ -276,7 +276,7 @@ def _unreadable(file: Path, error: OSError) -> InputError:
 
 
 @contextlib.contextmanager
-def _naming(file: Path) -> Iterator[None]:
+def naming(file: Path) -> Iterator[None]:
     """Give an error the file's name: a write that fails does not know it."""
     try:
         yield
@@ -290,7 +290,7 @@ def replacing(file: Path) -> Iterator[Path]:
     """A name to write to; what is there takes the file's place when the body ends well, and goes when it does not."""
     temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     try:
-        with _naming(file):
+        with naming(file):
             yield temporary
             os.replace(temporary, file)
     finally:
