@@ -38,7 +38,7 @@ def leaves(batch: Any) -> Iterator[tuple[str, Any]]:
     for path, leaf in pytree.tree_flatten_with_path(batch)[0]:
         name = "batch" + "".join(_key(key) for key in path)
         if not isinstance(leaf, (Tensor, *_CONSTANTS)):
-            raise StaticInputError(f"{name} is a {type(leaf).__name__}, expected a tensor or a constant. Convert it before the step.")
+            raise StaticInputError(f"{name} is of type {type(leaf).__name__}, expected a tensor or a constant. Convert it before the step.")
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             raise StaticInputError(
                 f"{name} requires a gradient, which a step does not give to its batch. Pass {name}.detach(), and call requires_grad_() "

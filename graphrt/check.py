@@ -4,10 +4,16 @@ The step is run three times, eagerly and watched operation by operation, and eve
 nothing is captured: a laptop can tell. What the recorder cannot see stands in `graphrt.capture.recorder`.
 """
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from graphrt import batch as batches
+from graphrt.capture.record_location import in_parentheses, locations_of
 from graphrt.capture.recorder import Recording, compare
 from graphrt.errors import CaptureError, GraphrtError
 from graphrt.trainer import Trainer
@@ -42,7 +48,7 @@ class CheckReport:
         return self.can_be_captured
 
     def __str__(self) -> str:
-        lines = [f"The step {'can' if self else 'cannot'} be captured: {self.num_operations:,} operations."]
+        lines = [f"The step can be captured: {self.num_operations:,} operations." if self else "The step cannot be captured:"]
         if self.failure is not None:
             lines.append(f"  it failed  {self.failure}")
         lines += [f"  a graph cannot hold  {hazard}" for hazard in self.hazards]
@@ -68,13 +74,14 @@ def check_capture(trainer: Trainer, batch: Any) -> CheckReport:
     batches.split(batch, trainer.grad_accum_steps)
     with trainer.everything_put_back():
         try:
-            first, second = _watch(trainer, batch)
+            with _forwards_remembered():
+                first, second = _watch(trainer, batch)
         except GraphrtError as error:
             if not isinstance(error, CaptureError):
                 raise
             return CheckReport((str(error),), (), 0, trainer.report().optimizer_outside_reason)
         except Exception as error:
-            return CheckReport((), (), 0, trainer.report().optimizer_outside_reason, f"{type(error).__name__}: {error}")
+            return CheckReport((), (), 0, trainer.report().optimizer_outside_reason, _describe(error))
         differences = compare(first, second)
         return CheckReport(
             hazards=tuple(dict.fromkeys(str(refusal) for refusal in (*first.refusals, *second.refusals))),
@@ -82,6 +89,26 @@ def check_capture(trainer: Trainer, batch: Any) -> CheckReport:
             num_operations=second.num_nodes,
             optimizer_outside_reason=trainer.report().optimizer_outside_reason,
         )
+
+
+def _describe(error: Exception) -> str:
+    """The error's kind, words, and the innermost place in the user's code that it came from."""
+    places = locations_of(error)
+    return f"{type(error).__name__}: {error}{in_parentheses(places[-1] if places else None)}"
+
+
+@contextmanager
+def _forwards_remembered() -> Iterator[None]:
+    """Each backward operation knows the line of its forward."""
+    was_enabled, was_checking = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+    torch.autograd.set_detect_anomaly(True, check_nan=False)
+    try:
+        with warnings.catch_warnings():
+            # torch tells of a backward that raised in many lines; the report has it in one.
+            warnings.filterwarnings("ignore", message="Error detected in")
+            yield
+    finally:
+        torch.autograd.set_detect_anomaly(was_enabled, was_checking)
 
 
 def _watch(trainer: Trainer, batch: Any) -> tuple[Recording, Recording]:

@@ -1,23 +1,44 @@
 """The command line. Commands import what they need when they run, so that help and mistakes are answered quickly."""
 
+import contextlib
 import os
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from graphrt.presets import PRESETS
 from graphrt.settings import InputError, change_settings, make_settings
+
+if TYPE_CHECKING:
+    from graphrt.runfolder import RunFolder
 
 __all__ = ["app", "main"]
 
 _INPUT_EXIT_CODE = 2
 _FAILURE_EXIT_CODE = 1
 _ABORT_EXIT_CODE = 130
+_PIPE_EXIT_CODE = 141
+
+
+class _Stopped(Exception):
+    """Ctrl-C where nothing else catches it. The command-line library would end with the exit code and no word."""
+
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise _Stopped from error
+
 
 app = typer.Typer(
+    cls=_Commands,
     name="graphrt",
     help="Train static-shape language models in FP8, the whole step as one CUDA graph.\n\nStart with: graphrt train --out runs/first",
     no_args_is_help=True,
@@ -42,7 +63,8 @@ Examples:
 
   graphrt train --out runs/proof --check-parity 8
 
-Ctrl-C stops after the current step with a checkpoint; --resume goes on from there, bit for bit. The run folder holds settings.json,
+Ctrl-C stops after the current step with a checkpoint; --resume goes on from there, bit for bit. With other --steps it goes on along
+the learning-rate schedule of that many steps, which is higher for more of them. The run folder holds settings.json,
 metrics.jsonl, checkpoint.pt, slots.json, slots_history.jsonl, summary.json and loss.png; graphrt report shows it.
 """
 
@@ -78,8 +100,21 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         The exit code: 0; 1 for a failure on the way; 2 for bad input; 128 + n after a stop by signal n.
     """
+    code = _dispatch(argv)
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        return _complain_about(error)
+    return code
+
+
+def _dispatch(argv: list[str] | None) -> int:
     try:
         return app(args=argv, prog_name="graphrt", standalone_mode=False) or 0
+    except (KeyboardInterrupt, typer.Abort, _Stopped):
+        return _complain("Stopped by Ctrl-C.", _ABORT_EXIT_CODE)
+    except OSError as error:
+        return _complain_about(error)
     except InputError as error:
         return _complain(str(error), _INPUT_EXIT_CODE)
     except Exception as error:
@@ -92,12 +127,30 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _complain(message: str, exit_code: int) -> int:
-    print(f"graphrt: {message}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # a terminal that was hung up
+        print(f"graphrt: {message}", file=sys.stderr)
     return exit_code
 
 
+def _complain_about(error: OSError) -> int:
+    """Say which file failed; an error without a file's name is one of the output."""
+    if error.filename is not None:
+        return _complain(f"{error.filename} cannot be used: {error.strerror or error}.", _FAILURE_EXIT_CODE)
+    _drop_output()
+    exit_code = _PIPE_EXIT_CODE if isinstance(error, BrokenPipeError) else _FAILURE_EXIT_CODE
+    return _complain(f"The output cannot be written: {error.strerror or error}.", exit_code)
+
+
+def _drop_output() -> None:
+    # What is left in the buffer would fail again when the interpreter ends.
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _one_line(message: str, command: str) -> str:
-    return " ".join(message.split()).rstrip(".") + f". Run {command} --help for the options."
+    fact = " ".join(message.split()).rstrip(".")
+    what = "commands" if command == "graphrt" else "options"
+    return f"{fact}{'' if fact.endswith('?') else '.'} Run {command} --help for the {what}."
 
 
 def _show_version(is_wanted: bool) -> None:
@@ -164,7 +217,9 @@ def train(
     preset: Annotated[
         str | None, _option("--preset", help="Model; `graphrt presets` lists them.", default="tiny", metavar="|".join(PRESETS))
     ] = None,
-    steps: Annotated[int | None, _option(help="Optimizer steps in all.", default="the preset's", panel=_TRAINING)] = None,
+    steps: Annotated[
+        int | None, _option(help="Optimizer steps in all, which shape the learning rate.", default="the preset's", panel=_TRAINING)
+    ] = None,
     batch_size: Annotated[int | None, _option(help="Sequences per optimizer step.", default="the preset's", panel=_TRAINING)] = None,
     seq_len: Annotated[int | None, _option(help="Tokens per sequence, a multiple of 16.", default="the preset's", panel=_TRAINING)] = None,
     grad_accum: Annotated[int | None, _option(help="Microbatches a batch is split into.", default="1", panel=_TRAINING)] = None,
@@ -291,8 +346,6 @@ def _run_profile(target: str | None, options: dict[str, Any], num_steps: int, ou
         return _complain("The GPU has too little memory for both paths. Use a smaller --batch-size.", _FAILURE_EXIT_CODE)
     except GraphrtError as error:
         return _complain(f"{type(error).__name__}: {error}", _FAILURE_EXIT_CODE)
-    except OSError as error:
-        return _complain(f"{error.filename or out} cannot be written: {error.strerror or error}.", _FAILURE_EXIT_CODE)
     return 0
 
 
@@ -302,8 +355,11 @@ def check(
 ) -> None:
     """Say whether a step can be captured, on this machine, with or without a GPU.
 
-    Runs the step three times under observation and puts everything back. What a CUDA graph cannot hold is named with its
-    operation, file and line. Example: graphrt check train:make_trainer
+    Takes the step three times, two of them under observation, and puts everything back; the loss function is called once for each
+    microbatch of a step, and once more for each microbatch where an FP8 model is calibrated first. What a CUDA graph cannot hold is
+    named with its operation, file and line. Exit code 0 if the step can be captured, 1 if not, 2 if MODULE:FUNCTION cannot be used.
+
+    Example: graphrt check train:make_trainer
     """
     raise typer.Exit(_run_check(target))
 
@@ -312,34 +368,55 @@ def _run_check(target: str) -> int:
     import importlib
 
     from graphrt.check import check_capture
-    from graphrt.errors import StaticInputError
+    from graphrt.errors import GraphrtError, StaticInputError
     from graphrt.trainer import Trainer
 
     module_name, _, function_name = target.partition(":")
     if not module_name or not function_name:
         raise InputError(f"{target!r} is not MODULE:FUNCTION. For make_trainer in train.py write train:make_trainer.")
     sys.path.insert(0, os.getcwd())
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise InputError(f"{target} cannot be imported: {error}. Run graphrt check where import {module_name} works.") from error
+    with _user_errors(f"{module_name} cannot be imported", module_name):
+        module = importlib.import_module(module_name)
+    function = getattr(module, function_name, None)
     if not callable(function):
-        raise InputError(f"{target} is a {type(function).__name__}, expected a function that returns (trainer, batch).")
-    made = function()
+        found = "is not there" if function is None else f"is of type {type(function).__name__}"
+        raise InputError(f"{target} {found}, expected a function that returns (trainer, batch). Check the name.")
+    with _user_errors(f"{target} cannot be called"):
+        made = function()
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], Trainer):
         raise InputError(f"{target} returned {_describe(made)}, expected (trainer, batch).")
     try:
         report = check_capture(*made)
     except StaticInputError as error:
         raise InputError(str(error)) from error
+    except GraphrtError as error:
+        return _complain(f"{type(error).__name__}: {error}", _FAILURE_EXIT_CODE)
     print(report)
     return 0 if report else _FAILURE_EXIT_CODE
+
+
+@contextlib.contextmanager
+def _user_errors(fact: str, module_name: str = "") -> Iterator[None]:
+    """Say of an error in the user's code what it is and where it came through there, without anybody else's frames."""
+    from graphrt.capture.record_location import locations_of
+
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+            raise InputError(f"{fact}: {error}. Run graphrt check where import {module_name} works.") from error
+        places = [f"{place}: {place.source}" for place in locations_of(error)]
+        words = str(error)
+        if isinstance(error, SyntaxError):
+            places.append(f"{os.path.relpath(error.filename or '?')}:{error.lineno}: {(error.text or '').strip()}")
+            words = error.msg
+        raise InputError("\n  ".join([f"{fact}: {type(error).__name__}: {words}", *places])) from error
 
 
 def _describe(value: object) -> str:
     if isinstance(value, tuple):
         return "(" + ", ".join(type(item).__name__ for item in value) + ")"
-    return f"a {type(value).__name__}"
+    return "None" if value is None else f"an object of type {type(value).__name__}"
 
 
 def _run_training(options: dict[str, Any], out: Path, resume: bool, all_slots: bool, parity: int, tensorboard: bool) -> int:
@@ -347,25 +424,31 @@ def _run_training(options: dict[str, Any], out: Path, resume: bool, all_slots: b
         # cuBLAS reads it when it starts; without it two runs of one step may differ.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
-    from rich.console import Console
 
     from graphrt.errors import GraphrtError
+    from graphrt.output import console_on, lost_output
     from graphrt.runfolder import RunFolder
     from graphrt.train import train as run
 
-    folder = RunFolder(out)
+    folder, console = RunFolder(out), console_on(sys.stdout)
     settings = change_settings(folder.load_settings(), options) if resume else make_settings(options)
     try:
-        return run(
-            settings, folder, Console(), resume=resume, show_all_slots=all_slots, num_parity_steps=parity, use_tensorboard=tensorboard
-        )
+        code = run(settings, folder, console, resume=resume, show_all_slots=all_slots, num_parity_steps=parity, use_tensorboard=tensorboard)
     except KeyboardInterrupt:
-        remedy = f"Run graphrt train --out {out} --resume to go on from the last checkpoint." if folder.checkpoint_file.exists() else ""
-        return _complain(f"Aborted. {remedy or 'There is no checkpoint yet: start a new run.'}", _ABORT_EXIT_CODE)
+        return _complain(f"Aborted. {_resume_remedy(folder)}", _ABORT_EXIT_CODE)
     except torch.OutOfMemoryError:
         remedy = "Use a smaller --batch-size, a larger --grad-accum, or --checkpointing block."
         return _complain(f"The GPU has too little memory for this run. {remedy}", _FAILURE_EXIT_CODE)
     except GraphrtError as error:
         return _complain(f"{type(error).__name__}: {error}", _FAILURE_EXIT_CODE)
-    except OSError as error:
-        return _complain(f"{error.filename or out} cannot be written: {error.strerror or error}.", _FAILURE_EXIT_CODE)
+    lost = lost_output(console)
+    if lost is not None:
+        _drop_output()
+        return _complain(f"The output cannot be written: {lost.strerror or lost}. {_resume_remedy(folder)}", code)
+    return code
+
+
+def _resume_remedy(folder: "RunFolder") -> str:
+    if folder.checkpoint_file.exists():
+        return f"Run graphrt train --out {shlex.quote(str(folder.path))} --resume to go on from the last checkpoint."
+    return f"There is no checkpoint yet. {folder.restart_remedy()}."

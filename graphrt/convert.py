@@ -124,7 +124,7 @@ def _reason_to_leave(module: nn.Module, name: str, module_filter_fn: ModuleFilte
     if weight.dtype not in _DTYPES:
         return f"its weight is {weight.dtype}, FP8 needs fp32, bf16 or fp16"
     if type(weight) is not nn.Parameter and type(weight.data) is not torch.Tensor:
-        return f"its weight is a {type(weight).__name__}"
+        return f"its weight is of type {type(weight).__name__}"
     refusal = _reason_gemms_refuse(module)
     if module_filter_fn is None:
         return refusal
@@ -147,7 +147,7 @@ def _reason_gemms_refuse(module: nn.Linear) -> str | None:
 def _reason_not_a_linear(module: nn.Module) -> str | None:
     """For modules that look like a linear to a reader, but are not one that can be converted."""
     if isinstance(module, nn.Linear):
-        return f"it is a {type(module).__name__}, not exactly nn.Linear: its own forward may be read or replaced by its owner"
+        return f"it is of type {type(module).__name__}, not exactly nn.Linear: its own forward may be read or replaced by its owner"
     if isinstance(module, nn.MultiheadAttention):
         return "nn.MultiheadAttention multiplies by its parameters itself, without calling a linear"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):

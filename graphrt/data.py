@@ -3,9 +3,11 @@
 Nothing is read into memory that need not be: one file stays memory-mapped, and a batch copies only its own windows.
 """
 
+import functools
 import glob
+import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from graphrt.settings import InputError
+from graphrt.settings import InputError, is_settings_file
 
 __all__ = ["Corpus", "Split", "load_default_text", "load_text", "load_tokens", "sample_windows", "split_corpus", "validation_windows"]
 
@@ -25,6 +27,8 @@ _CHUNK = 1 << 24  # tokens looked at together in one pass over a file
 _SAMPLE = 1 << 20  # tokens from each end that identify a corpus
 _VALIDATION_FRACTION = 0.1
 _MAX_VALIDATION_TOKENS = 1 << 22
+_BINARY_PROBE = 8000  # bytes in which a NUL makes a file binary, as git has it
+_MAX_PATTERNS_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class Corpus:
     num_symbols: int  # tokens are 0 .. num_symbols - 1
     source: str
     is_bytes: bool
+    left_out: str = ""  # what a directory or a pattern matched beside text, as a phrase; empty for nothing
 
     def fingerprint(self) -> str:
         """A short text that changes when the corpus does: its length and a checksum of both ends."""
@@ -58,21 +63,26 @@ def load_default_text() -> Corpus:
     return Corpus(np.frombuffer(text.encode(), dtype=np.uint8), NUM_BYTE_VALUES, "CPython's documentation topics", True)
 
 
-def load_text(patterns: Sequence[str]) -> Corpus:
+def load_text(patterns: Sequence[str], run_folder: Path | None = None) -> Corpus:
     """Files as bytes, one after the other.
 
     Args:
         patterns: file names, glob patterns (``**`` too), or directories, whose files are taken recursively in sorted
-            order without hidden ones.
+            order without hidden ones. What a run wrote and binary files are taken only where they are named.
+        run_folder: where this run writes, whether it has begun or not.
 
     Raises:
         InputError: nothing matches, or a file is empty or cannot be read.
     """
-    files = list(dict.fromkeys(file for pattern in patterns for file in _expand(pattern)))
-    parts = [_map_file(file, np.dtype(np.uint8)) for file in files]
-    tokens = parts[0] if len(parts) == 1 else np.concatenate(parts)
-    source = str(files[0]) if len(files) == 1 else f"{len(files)} files from {', '.join(patterns)}"
-    return Corpus(tokens, NUM_BYTE_VALUES, source, True)
+    expansion = _Expansion(run_folder)
+    parts: dict[Path, Tokens] = {}
+    for pattern in patterns:
+        for file in expansion.files(pattern):
+            if file not in parts:
+                parts[file] = _map_file(file, np.dtype(np.uint8), "Give a file, a directory or a glob pattern.")
+    tokens = next(iter(parts.values())) if len(parts) == 1 else np.concatenate(list(parts.values()))
+    source = str(next(iter(parts))) if len(parts) == 1 else f"{len(parts)} files from {_shorten(patterns)}"
+    return Corpus(tokens, NUM_BYTE_VALUES, source, True, expansion.left_out)
 
 
 def load_tokens(file: str, dtype: str, vocab: int) -> Corpus:
@@ -87,7 +97,7 @@ def load_tokens(file: str, dtype: str, vocab: int) -> Corpus:
         InputError: the file is missing or empty, its size is no multiple of the token's, or a token is out of range.
     """
     name = dtype if dtype != "auto" else "uint16" if vocab <= 1 << 16 else "uint32"
-    tokens = _map_file(Path(file), np.dtype(name).newbyteorder("<"))
+    tokens = _map_file(Path(file), np.dtype(name).newbyteorder("<"), "Give --tokens one file of token numbers.")
     for start in range(0, len(tokens), _CHUNK):
         _check_range(file, start, tokens[start : start + _CHUNK], vocab, name)
     return Corpus(tokens, vocab, file, False)
@@ -103,8 +113,8 @@ def split_corpus(corpus: Corpus, seq_len: int) -> Split:
     num_validation = max(needed, min(int(num_tokens * _VALIDATION_FRACTION), _MAX_VALIDATION_TOKENS))
     if num_tokens - num_validation < needed:
         raise InputError(
-            f"{corpus.source} holds {num_tokens} tokens, but sequences of {seq_len} need at least {2 * needed}: one to train on, one to "
-            "validate on. Give more text, or a smaller --seq-len."
+            f"There are {num_tokens} tokens in {corpus.source}, but sequences of {seq_len} need at least {2 * needed}: one to train on, "
+            "one to validate on. Give more text, or a smaller --seq-len."
         )
     return Split(corpus.tokens[:-num_validation], corpus.tokens[-num_validation:])
 
@@ -135,32 +145,80 @@ def _cut(tokens: Tokens, starts: Iterable[int], seq_len: int) -> Windows:
     return windows[:, :-1], windows[:, 1:]
 
 
-def _expand(pattern: str) -> Iterator[Path]:
-    path = Path(pattern).expanduser()
-    if path.is_dir():
-        yield from _nonempty_files(pattern, _visible_files(path))
-    elif path.exists() or not glob.has_magic(pattern):
-        yield path
-    else:
-        yield from _nonempty_files(pattern, (Path(match) for match in sorted(glob.glob(str(path), recursive=True))))
+class _Expansion:
+    """From patterns to files. What is named is taken as it is; what a directory or a pattern brings has to be text, and no run's own.
+
+    A run's own files would change under the run, which could then not be resumed.
+    """
+
+    def __init__(self, run_folder: Path | None) -> None:
+        self._run_folder = run_folder and run_folder.resolve()
+        self._in_run: set[Path] = set()
+        self._binary: set[Path] = set()
+        self._is_of_run = functools.cache(self._look_for_run)
+
+    @property
+    def left_out(self) -> str:
+        """What was matched and left out, as a phrase; empty for nothing."""
+        counts = ((len(self._in_run), "in run folders"), (len(self._binary), "binary"))
+        return " and ".join(f"{number} {what}" for number, what in counts if number)
+
+    def files(self, pattern: str) -> list[Path]:
+        """The files a pattern stands for."""
+        path = Path(pattern).expanduser()
+        if path.is_dir():
+            matches = _visible_files(path)
+        elif path.exists() or not glob.has_magic(pattern):
+            return [path]
+        else:
+            matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+        found = [match for match in matches if match.is_file() and match.stat().st_size > 0]
+        files = [file for file in found if self._is_wanted(file)]
+        if found and not files:
+            raise InputError(f"--text {pattern} matches no text, but files left out: {self.left_out}. Name a file itself to train on it.")
+        if not files:
+            raise InputError(f"--text {pattern} matches no file with anything in it. Check the name, and quote the pattern.")
+        return files
+
+    def _is_wanted(self, file: Path) -> bool:
+        if self._is_of_run(file.parent.resolve()):
+            self._in_run.add(file)
+        elif _is_binary(file):
+            self._binary.add(file)
+        else:
+            return True
+        return False
+
+    def _look_for_run(self, folder: Path) -> bool:
+        if folder == self._run_folder or is_settings_file(folder / "settings.json"):
+            return True
+        return folder.parent != folder and self._is_of_run(folder.parent)
+
+
+def _is_binary(file: Path) -> bool:
+    try:
+        with open(file, "rb") as opened:
+            return b"\0" in opened.read(_BINARY_PROBE)
+    except OSError:
+        return False  # whoever reads it says why it cannot be
+
+
+def _shorten(patterns: Sequence[str]) -> str:
+    """The first patterns, those below the working directory as they are seen from it."""
+    here = os.getcwd() + os.sep
+    shown = [pattern.removeprefix(here) for pattern in patterns[:_MAX_PATTERNS_SHOWN]]
+    return ", ".join(shown + ["..."] * (len(patterns) > len(shown)))
 
 
 def _visible_files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.rglob("*") if not any(part.startswith(".") for part in path.relative_to(directory).parts))
 
 
-def _nonempty_files(pattern: str, paths: Iterable[Path]) -> list[Path]:
-    files = [path for path in paths if path.is_file() and path.stat().st_size > 0]
-    if not files:
-        raise InputError(f"--text {pattern} matches no file with anything in it. Check the name, and quote the pattern.")
-    return files
-
-
-def _map_file(file: Path, dtype: np.dtype[Any]) -> Tokens:
+def _map_file(file: Path, dtype: np.dtype[Any], remedy: str) -> Tokens:
     try:
         size_bytes = file.stat().st_size
         if not file.is_file():
-            raise InputError(f"{file} is not a regular file. Give a file, a directory or a glob pattern.")
+            raise InputError(f"{file} is {'a directory' if file.is_dir() else 'not a regular file'}. {remedy}")
         if size_bytes == 0:
             raise InputError(f"{file} is empty. Give a file with text or tokens in it.")
         if size_bytes % dtype.itemsize:

@@ -194,7 +194,7 @@ def module_ranges(model: nn.Module) -> Iterator[None]:
         TypeError: ``model`` is no nn.Module.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"module_ranges needs an nn.Module, got a {type(model).__name__}. Pass the model itself.")
+        raise TypeError(f"module_ranges needs an nn.Module, got {type(model).__name__}. Pass the model itself.")
     ranges = _ModuleRanges(model)
     with ExitStack() as stack:
         stack.callback(ranges.close)

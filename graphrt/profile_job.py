@@ -19,8 +19,8 @@ from graphrt.data import Split, sample_windows, split_corpus
 from graphrt.jobsetup import build_trainer, resolve_device
 from graphrt.presets import PRESETS
 from graphrt.profiling.report import PROFILE_FILES, StepProfile, Table
-from graphrt.runfolder import RunFolder
-from graphrt.settings import InputError, Settings, make_settings
+from graphrt.runfolder import RunFolder, naming
+from graphrt.settings import InputError, Settings, as_sentence, make_settings
 from graphrt.train import load_corpus
 from graphrt.trainer import Trainer
 
@@ -84,10 +84,7 @@ def _settings_of_run(path: Path, given: Mapping[str, Any]) -> tuple[Settings, Ru
     folder.check_folder(f"Give the folder of a graphrt train run, or one of {', '.join(PRESETS)}.")
     if not folder.settings_file.is_file():
         raise InputError(f"{path} has no settings.json. Give the folder of a graphrt train run, or one of {', '.join(PRESETS)}.")
-    try:
-        settings = Settings.from_json(folder.settings_file.read_text(encoding="utf-8"), folder.settings_file, "Give another run.")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{folder.settings_file} cannot be read: {error}. Give another run.") from error
+    settings = folder.read_settings()
     # Checked again: an option of the command line may be one that does not exist.
     checked = make_settings({name: value for name, value in given.items() if value is not None})
     return replace(settings, **{"mode": "graph", "device": "auto", **{name: getattr(checked, name) for name in given}}), folder
@@ -143,7 +140,8 @@ def run_profile(job: ProfileJob, console: Console) -> StepProfile:
             trainer.step(_batch(split, settings, device, step))
         profile = trainer.profile(_batch(split, settings, device, trainer.warmup_steps + 1), steps=job.num_steps)
     _show(profile, console)
-    files = profile.save(job.out)
+    with naming(job.out):
+        files = profile.save(job.out)
     console.print(f"Written to {job.out}: {', '.join(file.name for file in files)}", markup=False, highlight=False, soft_wrap=True)
     if not any(file.suffix == ".png" for file in files):
         console.print("No picture: matplotlib is not installed. pip install 'graphrt[plot]' adds it.", markup=False, highlight=False)
@@ -155,7 +153,9 @@ def _load(trainer: Trainer, saved: dict[str, Any], run: RunFolder | None) -> Non
     try:
         trainer.load_state_dict(saved["trainer"])
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise InputError(f"{run and run.checkpoint_file} does not fit the run's model: {error}. Give another run.") from error
+        raise InputError(
+            f"{run and run.checkpoint_file} does not fit the run's model: {as_sentence(str(error))} Give another run."
+        ) from error
 
 
 def _batch(split: Split, settings: Settings, device: torch.device, step: int) -> dict[str, Tensor]:
@@ -166,6 +166,8 @@ def _batch(split: Split, settings: Settings, device: torch.device, step: int) ->
 
 def _show(profile: StepProfile, console: Console) -> None:
     for table in profile.tables():
+        # A table's own title is wrapped to the table's width, however narrow.
+        console.print(f"[italic]{escape(table.title)}[/]", highlight=False, soft_wrap=True)
         console.print(_rich(table))
     for path in profile.paths:
         for note in path.notes:
@@ -175,7 +177,7 @@ def _show(profile: StepProfile, console: Console) -> None:
 
 
 def _rich(table: Table) -> RichTable:
-    shown = RichTable(title=escape(table.title), title_justify="left", box=SIMPLE_HEAD)
+    shown = RichTable(box=SIMPLE_HEAD)
     for i, name in enumerate(table.columns):
         is_label = i < table.num_labels
         shown.add_column(name, justify="left" if is_label else "right", no_wrap=not is_label, overflow="fold" if is_label else "ellipsis")

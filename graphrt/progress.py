@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,9 +15,10 @@ from torch import Tensor
 from graphrt.step import StepResult
 from graphrt.stepclock import ReplayClock
 
-__all__ = ["MetricsLog", "RunProgress", "make_progress"]
+__all__ = ["MetricsLog", "RunProgress", "make_progress", "show_validation"]
 
 _FLUSH_INTERVAL_S = 1.0
+_LINE_INTERVAL_S = 20.0  # where no live display is possible
 
 Rows = list[dict[str, Any]]
 
@@ -34,10 +35,53 @@ class RunProgress(Progress):
             yield Text(self.numbers)
 
 
-def make_progress(console: Console) -> RunProgress:
-    """A bar with steps and time left, and room for a line of numbers."""
+def make_progress(console: Console, *, transient: bool = False) -> RunProgress:
+    """A bar with steps and time left, and room for a line of numbers; a transient one goes when it ends."""
     columns = TextColumn("[bold]{task.description}[/]"), BarColumn(None), MofNCompleteColumn(), TimeRemainingColumn()
-    return RunProgress(*columns, console=console)
+    return RunProgress(*columns, console=console, transient=transient)
+
+
+@contextmanager
+def show_validation(console: Console, progress: RunProgress | None, num_batches: int) -> Iterator[Callable[[], None]]:
+    """A bar while validating, or a line now and then where there is no terminal; what is yielded is called after each batch.
+
+    Args:
+        console: where to show it.
+        progress: the display that is open; None for one of its own.
+        num_batches: batches to come.
+    """
+    lines = _Lines(console)
+    with make_progress(console, transient=True) if progress is None else nullcontext(progress) as bars:
+        task, num_done = bars.add_task("validating", total=num_batches), 0
+
+        def advance() -> None:
+            nonlocal num_done
+            num_done += 1
+            bars.update(task, completed=num_done)
+            lines.print_now_and_then(f"validating: {num_done} of {num_batches} batches")
+
+        try:
+            yield advance
+        finally:
+            bars.remove_task(task)
+
+
+class _Lines:
+    """Prints a line at most so often, and only where there is no live display."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._printed_at_s = time.perf_counter()
+
+    def restart(self) -> None:
+        """Something else has been printed."""
+        self._printed_at_s = time.perf_counter()
+
+    def print_now_and_then(self, line: str) -> None:
+        """Print the line if it is time."""
+        if not self._console.is_terminal and time.perf_counter() - self._printed_at_s >= _LINE_INTERVAL_S:
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self.restart()
 
 
 class MetricsLog:
@@ -69,6 +113,7 @@ class MetricsLog:
         self._task: TaskID = progress.add_task("training", total=num_steps, completed=step)
         self._pending: list[tuple[int, float, StepResult]] = []
         self._flushed_at_s = time.perf_counter()
+        self._lines = _Lines(progress.console)
 
     def add(self, step: int, lr: float, result: StepResult) -> None:
         """Take the result of a step; `step` counts from 1."""
@@ -85,6 +130,7 @@ class MetricsLog:
         if not console.is_terminal:
             # There the live line is shown once only, at the end.
             console.print(f"  {self._progress.numbers}", highlight=False, soft_wrap=True)
+            self._lines.restart()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -103,6 +149,7 @@ class MetricsLog:
         self._num_skipped += sum(row["skipped"] for row in rows)
         self._progress.numbers = _describe(rows[-1], self._num_skipped)
         self._record(rows)
+        self._lines.print_now_and_then(f"step {rows[-1]['step']}: {self._progress.numbers}")
         self._pending, self._flushed_at_s = [], time.perf_counter()
 
     def _read_rows(self) -> Rows:

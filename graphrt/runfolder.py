@@ -7,16 +7,18 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from graphrt import runpieces
-from graphrt.settings import InputError, Settings
+from graphrt.runlock import LOCK_NAME, check_idle
+from graphrt.settings import InputError, Settings, as_sentence, is_settings_file
 
-__all__ = ["RunFolder", "replacing"]
+__all__ = ["RunFolder", "naming", "replacing"]
 
 _CHECKPOINT_TYPES = {"format": int, "step": int, "shape": str, "corpus": str, "trainer": dict}
 _FORMAT = 1
@@ -49,7 +51,13 @@ class RunFolder:
         Raises:
             InputError: it exists and is not an empty folder, or its parent cannot be written.
         """
-        if os.path.lexists(self.path) and not (self.path.is_dir() and not any(self.path.iterdir())):
+        check_idle(self.path)  # nobody is told to delete what a run is writing
+        self._check_startable()
+
+    def _check_startable(self) -> None:
+        if os.path.lexists(self.path) and not self.is_startable():
+            if is_settings_file(self.settings_file) and not self.checkpoint_file.exists():
+                raise InputError(f"{self.path} holds a run without a checkpoint. {self.restart_remedy()}, or choose another --out.")
             remedy = "Go on with it by --resume, or choose another --out." if self.checkpoint_file.exists() else "Choose another --out."
             raise InputError(f"{self.path} exists already. {remedy}")
         try:
@@ -59,14 +67,39 @@ class RunFolder:
         if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
             raise InputError(f"{self.path} cannot be made: {parent} is no folder that can be written. Choose another --out.")
 
-    def create(self, settings: Settings) -> None:
+    def is_startable(self) -> bool:
+        """Whether a run may start here: there is no folder, an empty one, or what a run leaves that stopped before it had results."""
+        if not os.path.lexists(self.path):
+            return True
+        if not self.path.is_dir():
+            return False
+        files = [file for file in self.path.iterdir() if file.name != LOCK_NAME]
+        return all(self._is_worthless(file) for file in files) and (not files or is_settings_file(self.settings_file))
+
+    def _is_worthless(self, file: Path) -> bool:
+        is_empty_log = file in (self.metrics_file, self.slots_history_file) and file.stat().st_size == 0
+        return file == self.settings_file or is_empty_log or (file.suffix == ".tmp" and file.is_file())
+
+    def restart_remedy(self) -> str:
+        """How to start anew a run that has no checkpoint, as a sentence without its full stop."""
+        return "Run the same command to start anew" if self.is_startable() else f"Delete it with rm -r {shlex.quote(str(self.path))}"
+
+    def create(self, settings: Settings, lock: Callable[[], None]) -> None:
         """Make the folder and write the settings.
 
+        Args:
+            settings: of the run.
+            lock: called when the folder is there; raises InputError if another run has it.
+
         Raises:
-            InputError: the file system refuses.
+            InputError: the file system refuses, or another run was faster.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            lock()
+            self._check_startable()
+            for file in self.path.glob("*.tmp"):
+                file.unlink()
             self._write(self.settings_file, settings.to_json())
         except OSError as error:
             raise InputError(f"{self.path} cannot be written: {error.strerror}. Choose another --out.") from error
@@ -83,6 +116,8 @@ class RunFolder:
         """
         try:
             is_file = not self.settings_file.is_file() and self.path.is_file()
+        except PermissionError as error:
+            raise _unreadable(self.settings_file, error) from error
         except OSError as error:
             raise InputError(f"{self.path} cannot be looked into: {error.strerror or error}. {remedy}") from error
         if is_file:
@@ -102,9 +137,12 @@ class RunFolder:
             InputError: there is no run here, or no checkpoint, or it cannot be written on.
         """
         self.check_folder("Give the folder of a run by --out.")
-        for file in (self.settings_file, self.checkpoint_file):
-            if not file.is_file():
-                raise InputError(f"{self.path} has no {file.name} to resume from. Check --out, or leave out --resume to start a new run.")
+        if not _is_file(self.settings_file):
+            raise InputError(f"{self.path} has no settings.json to resume from. Check --out, or leave out --resume to start a new run.")
+        check_idle(self.path)
+        if not _is_file(self.checkpoint_file):
+            remedy = "Leave out --resume to start it anew." if self.is_startable() else f"{self.restart_remedy()} to start it anew."
+            raise InputError(f"{self.path} has no checkpoint.pt to resume from. {remedy}")
         if not os.access(self.path, os.W_OK | os.X_OK):
             raise InputError(f"{self.path} cannot be written. Change its permissions to resume the run.")
         self._check_pieces()
@@ -117,7 +155,7 @@ class RunFolder:
             InputError: there is no run here, or its settings are damaged.
         """
         self.check_folder("Give the folder of a run: the --out of a graphrt train.")
-        if not self.settings_file.is_file():
+        if not _is_file(self.settings_file):
             is_folder = self.path.is_dir()
             fact = f"{self.path} is no run folder: it has no settings.json" if is_folder else f"There is no folder {self.path}"
             raise InputError(f"{fact}. Give the --out of a graphrt train.")
@@ -126,8 +164,10 @@ class RunFolder:
     def _parse_settings(self, remedy: str) -> Settings:
         try:
             return Settings.from_json(self.settings_file.read_text(encoding="utf-8"), self.settings_file, remedy)
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{self.settings_file} cannot be read: {error}. {remedy}") from error
+        except OSError as error:
+            raise _unreadable(self.settings_file, error) from error
+        except UnicodeDecodeError as error:
+            raise InputError(f"{self.settings_file} cannot be read: {as_sentence(str(error))} {remedy}") from error
 
     def save_checkpoint(self, step: int, settings: Settings, corpus: str, trainer_state: Mapping[str, Any]) -> None:
         """Replace the checkpoint by one after `step` steps, at once.
@@ -154,6 +194,8 @@ class RunFolder:
         file, restart = self.checkpoint_file, "Start a new run with another --out."
         try:
             checkpoint = torch.load(file, map_location="cpu", weights_only=True)
+        except OSError as error:
+            raise _unreadable(file, error) from error
         except Exception as error:  # torch raises whatever its zip and pickle readers do
             raise InputError(f"{file} cannot be read: it is cut short or no checkpoint. {restart}") from error
         if not _is_checkpoint(checkpoint):
@@ -233,7 +275,7 @@ class RunFolder:
 
 
 def _append_lines(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    with open(file, "a", encoding="utf-8") as opened:
+    with naming(file), open(file, "a", encoding="utf-8") as opened:
         opened.writelines(json.dumps(row) + "\n" for row in rows)
 
 
@@ -241,6 +283,27 @@ def _is_checkpoint(value: object) -> bool:
     if not isinstance(value, dict) or not all(type(value.get(name)) is kind for name, kind in _CHECKPOINT_TYPES.items()):
         return False
     return value["format"] == _FORMAT and value["step"] >= 0
+
+
+def _is_file(file: Path) -> bool:
+    try:
+        return file.is_file()
+    except OSError as error:  # the folder may not be looked into
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: OSError) -> InputError:
+    return InputError(f"{file} cannot be read: {error.strerror or error}. Make it readable, and try again.")
+
+
+@contextlib.contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """Give an error the file's name: a write that fails does not know it."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(file)
+        raise
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 
 from graphrt.presets import PRESETS, ModelShape
 
-__all__ = ["CHOICES", "InputError", "Settings", "change_settings", "make_settings"]
+__all__ = ["CHOICES", "InputError", "Settings", "as_sentence", "change_settings", "is_settings_file", "make_settings", "options_of"]
 
 
 class InputError(ValueError):
@@ -83,7 +83,7 @@ class Settings:
             values = _saved_values(text)
             return _checked(cls(**{**values, "text": tuple(values["text"])}))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise InputError(f"{file} does not hold the settings of a run: {error} {remedy}") from error
+            raise InputError(f"{file} does not hold the settings of a run: {as_sentence(str(error))} {remedy}") from error
 
 
 def _saved_values(text: str) -> dict[str, Any]:
@@ -148,6 +148,7 @@ def make_settings(options: Mapping[str, Any]) -> Settings:
         "slots_every": _slots_every(steps) if is_count else 1,
     }  # fmt: skip
     values = {**defaults, **given}
+    _check_names(values)
     values["text"] = tuple(_absolute(pattern) for pattern in values["text"])
     values["tokens"] = values["tokens"] and _absolute(values["tokens"])
     return _checked(Settings(**{"save_every": values["eval_every"], **values}))
@@ -171,6 +172,33 @@ def change_settings(settings: Settings, options: Mapping[str, Any]) -> Settings:
     return asked
 
 
+def options_of(settings: Settings) -> list[tuple[str, str]]:
+    """(option, value) of all that has to be given for these settings: the preset, the data, and what differs from the defaults."""
+    data = {"preset": settings.preset, "text": settings.text, "tokens": settings.tokens}
+    defaults = make_settings({**data, "steps": settings.steps})
+    # Steps decide other defaults, and --save-every follows --eval-every.
+    expected = {**asdict(defaults), "steps": PRESETS[settings.preset].steps, "save_every": settings.eval_every}
+    options = [("--preset", settings.preset)]
+    options += [("--text", pattern) for pattern in settings.text]
+    options += [] if settings.tokens is None else [("--tokens", settings.tokens)]
+    others = ((name, value) for name, value in asdict(settings).items() if name not in data)
+    return options + [(_flag(name), str(value)) for name, value in others if value != expected[name]]
+
+
+def is_settings_file(file: Path) -> bool:
+    """Whether this is the settings.json of a run, of whatever version."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(values, dict) and values.keys() >= {"preset", "precision", "grad_accum", "seq_len"}
+
+
+def as_sentence(text: str) -> str:
+    """The text with one full stop at its end, for a remedy to follow."""
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
 def _checked(settings: Settings) -> Settings:
     for name in _COUNTS:
         _check_count(name, getattr(settings, name))
@@ -180,6 +208,13 @@ def _checked(settings: Settings) -> Settings:
     _check_numbers(settings)
     _check_sizes(settings)
     return settings
+
+
+def _check_names(values: Mapping[str, Any]) -> None:
+    # An empty name would stand for the working directory.
+    for name in ("text", "tokens"):
+        if "" in (values[name] if name == "text" else (values[name],)):
+            raise InputError(f"{_flag(name)} is given an empty name. Give a file, or leave the option out.")
 
 
 def _check_count(name: str, value: object) -> None:

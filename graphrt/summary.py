@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from graphrt.settings import Settings
+from graphrt.settings import Settings, options_of
 from graphrt.state import QuantizationState
 
 __all__ = ["Quality", "SlotRow", "next_commands", "print_quality", "print_slots", "rows_to_json", "slot_rows"]
@@ -77,21 +77,35 @@ def rows_to_json(rows: Sequence[SlotRow]) -> list[dict[str, Any]]:
 def print_quality(console: Console, quality: Quality) -> None:
     """The model's validation loss beside the bigram model's."""
     model, bigram = quality.model / math.log(2), quality.bigram / math.log(2)
-    table = Table(title=f"Validation on {quality.num_tokens:,} tokens", title_justify="left", box=SIMPLE_HEAD)
+    _print_title(console, f"Validation on {quality.num_tokens:,} tokens")
+    table = Table(box=SIMPLE_HEAD)
     table.add_column("model")
     table.add_column(quality.unit, justify="right")
     table.add_row("this run", f"[bold]{model:.3f}[/]")
     table.add_row("bigram counts of the training text", f"{bigram:.3f}")
     console.print(table)
-    better = "better" if model < bigram else "worse: train longer, or on more text"
-    console.print(f"The model is {abs(model / bigram - 1):.1%} {better}.")
+    console.print(_compare(model, bigram))
+
+
+def _compare(model: float, bigram: float) -> str:
+    if not math.isfinite(model):
+        return "The model's loss is not finite. Try a smaller --lr."
+    share = f"{abs(model / bigram - 1):.1%}"
+    if share == "0.0%":
+        return "The model is as good as the bigram counts: train longer, or on more text."
+    return f"The model is {share} better." if model < bigram else f"The model is {share} worse: train longer, or on more text."
+
+
+def _print_title(console: Console, title: str) -> None:
+    # A table's own title is wrapped to the table's width, however narrow.
+    console.print(f"[italic]{escape(title)}[/]", highlight=False, soft_wrap=True)
 
 
 def print_slots(console: Console, rows: Sequence[SlotRow], slots_file: Path, show_all: bool, option: str = "--all-slots") -> None:
     """The slots that use FP8 worst, or all; ``option`` is what shows all."""
     shown = rows if show_all else rows[:_NUM_SLOTS_SHOWN]
-    title = "FP8 slots, worst first (shares are sampled: one step, eager)"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    _print_title(console, "FP8 slots, worst first (shares are sampled: one step, eager)")
+    table = Table(box=SIMPLE_HEAD)
     table.add_column("slot", no_wrap=True)
     for name in ("scale", "amax", "saturated", "underflow"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -109,17 +123,16 @@ def print_slots(console: Console, rows: Sequence[SlotRow], slots_file: Path, sho
 
 def next_commands(settings: Settings, out: Path, device_type: str) -> list[tuple[str, str]]:
     """(command, what it is for) to try after this run on a device of that type ("cpu" or "cuda")."""
-    sources = [("--text", pattern) for pattern in settings.text]
-    if settings.tokens is not None:
-        sources.append(("--tokens", settings.tokens))
-    source = "".join(f" {flag} {shlex.quote(name)}" for flag, name in sources)
-    again = f"graphrt train --preset {settings.preset}{source} --steps {settings.steps} --seed {settings.seed}"
     reference = "bf16" if device_type == "cuda" else "fp32"  # most CPUs emulate bf16 slowly
     other = reference if settings.precision == "fp8" else "fp8"
+    options = [option for option in options_of(settings) if option[0] != "--precision"]
+    options += [("--precision", other), ("--out", f"{out}-{other}")]
+    again = " ".join(f"{flag} {shlex.quote(value)}" for flag, value in options)
+    train_on = f"train on, with the learning-rate schedule of {2 * settings.steps} steps"
     commands = [
-        (f"graphrt train --out {shlex.quote(str(out))} --resume --steps {2 * settings.steps}", "train on"),
-        (f"{again} --precision {other} --out {shlex.quote(f'{out}-{other}')}", f"the same run in {other}"),
+        (f"graphrt train --out {shlex.quote(str(out))} --resume --steps {2 * settings.steps}", train_on),
+        (f"graphrt train {again}", f"the same run in {other}"),
     ]
-    if not sources:
+    if settings.tokens is None and not settings.text:
         commands.append(("graphrt train --text YOUR_FILES --out runs/mine", "train on your own text"))
     return commands

@@ -10,10 +10,11 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,11 +27,13 @@ from graphrt.convert import quantization_state
 from graphrt.data import Corpus, Split, Windows, load_default_text, load_text, load_tokens, sample_windows, split_corpus, validation_windows
 from graphrt.interrupt import StopRequest
 from graphrt.jobsetup import build_trainer, resolve_device
+from graphrt.output import lost_output
 from graphrt.parity import check_parity
-from graphrt.progress import MetricsLog, make_progress
+from graphrt.progress import MetricsLog, RunProgress, make_progress, show_validation
 from graphrt.ranges import listening
 from graphrt.runfolder import RunFolder
-from graphrt.settings import InputError, Settings
+from graphrt.runlock import FolderLock
+from graphrt.settings import InputError, Settings, as_sentence
 from graphrt.slothistory import SlotHistory
 from graphrt.stepclock import ReplayClock
 from graphrt.summary import Quality, SlotRow, next_commands, print_quality, print_slots, rows_to_json, slot_rows
@@ -40,7 +43,9 @@ from graphrt.trainer import Trainer
 __all__ = ["learning_rate", "load_corpus", "train"]
 
 _MIN_EVALUATION_TOKENS = 1 << 13  # on the way: also at least as many as four steps see
+_LEAST_EVALUATION_TOKENS = 1 << 11  # however short the run is
 _FINAL_EVALUATION_TOKENS = 1 << 16
+_EVALUATION_BATCH_TOKENS = 1 << 11  # at least: a microbatch may be tiny, and the host's work is the same for each
 _FINAL_LR_FRACTION = 0.1
 
 
@@ -56,6 +61,8 @@ class Run:
     device: torch.device
     trainer: Trainer
     step: int = 0  # optimizer steps done
+    before: Settings | None = None  # of the run that is resumed
+    progress: RunProgress | None = None  # the display that is open
     slots: SlotHistory | None = None
     events: EventLog | None = None
     wall_s_before: float = 0.0  # of the parts of the run that were resumed
@@ -94,37 +101,45 @@ def train(
         use_tensorboard: write the metrics as TensorBoard events too; a resumed run goes on with those it has.
 
     Returns:
-        The exit code: 0; 1 if the captured steps differ; 130 or 143 after a clean stop by SIGINT or SIGTERM.
+        The exit code: 0; 1 if the captured steps differ; after a clean stop 128 + n for signal n, 141 or 1 for a lost output.
 
     Raises:
         InputError: something given cannot be used; nothing was written.
     """
-    with StopRequest(console.print) as stop:
-        run = _prepare(settings, folder, console, resume, use_tensorboard or (resume and folder.tensorboard_folder.is_dir()))
+    with StopRequest(console.print, partial(lost_output, console)) as stop, FolderLock(folder.path) as lock:
+        run = _prepare(settings, folder, console, lock, resume, use_tensorboard or (resume and folder.tensorboard_folder.is_dir()))
         with run.trainer, nullcontext() if run.events is None else closing(run.events):
             _introduce(run, resume)
             _train_steps(run, stop)
             _save(run)
+            is_equal = True
+            with stop.at_once():
+                is_equal = _finish(run, stop, show_all_slots, num_parity_steps)
             if stop.is_set:
                 return _report_stop(run, stop)
-            loss = _evaluate(run, _FINAL_EVALUATION_TOKENS, stop)
-            if loss is None:
-                return _report_stop(run, stop)
-            _summarize(run, loss, show_all_slots)
-            is_equal = _check_parity(run, num_parity_steps) if num_parity_steps else True
-            _suggest(run)
     return 0 if is_equal else 1
 
 
-def load_corpus(settings: Settings) -> Corpus:
-    """The text or the tokens that the settings name.
+def _finish(run: Run, stop: StopRequest, show_all_slots: bool, num_parity_steps: int) -> bool:
+    """What comes after the last checkpoint; whether captured steps equal eager ones, if that was asked."""
+    loss = None if stop.is_set else _evaluate(run, _final_tokens(run.settings), stop)
+    if loss is None:
+        return True
+    _summarize(run, loss, show_all_slots)
+    is_equal = _check_parity(run, num_parity_steps) if num_parity_steps else True
+    _suggest(run)
+    return is_equal
+
+
+def load_corpus(settings: Settings, run_folder: Path | None = None) -> Corpus:
+    """The text or the tokens that the settings name, without what the run writes to its folder.
 
     Raises:
         InputError: they cannot be used.
     """
     if settings.tokens:
         return load_tokens(settings.tokens, settings.token_dtype, settings.vocab_size)
-    return load_text(settings.text) if settings.text else load_default_text()
+    return load_text(settings.text, run_folder) if settings.text else load_default_text()
 
 
 def learning_rate(settings: Settings, step: int) -> float:
@@ -136,13 +151,15 @@ def learning_rate(settings: Settings, step: int) -> float:
     return settings.lr * (_FINAL_LR_FRACTION + (1 - _FINAL_LR_FRACTION) * cosine)
 
 
-def _prepare(settings: Settings, folder: RunFolder, console: Console, resume: bool, use_tensorboard: bool) -> Run:
+def _prepare(settings: Settings, folder: RunFolder, console: Console, lock: FolderLock, resume: bool, use_tensorboard: bool) -> Run:
     # The folder is made last, so that whatever is refused before leaves nothing behind.
-    if not resume:
+    if resume:
+        lock.acquire()
+    else:
         folder.check_new()
     if use_tensorboard:
         check_tensorboard(folder.tensorboard_folder)
-    corpus = load_corpus(settings)
+    corpus = load_corpus(settings, folder.path)
     split = split_corpus(corpus, settings.seq_len)
     device = resolve_device(settings)
     saved = folder.load_checkpoint(settings, corpus.fingerprint()) if resume else None
@@ -150,7 +167,7 @@ def _prepare(settings: Settings, folder: RunFolder, console: Console, resume: bo
         raise InputError(f"The run has done {saved['step']} steps, more than --steps {settings.steps}. Give at least as many.")
     run = Run(settings, folder, console, corpus, split, device, build_trainer(settings, device))
     if saved is None:
-        folder.create(settings)
+        folder.create(settings, lock.acquire)
     else:
         _restore(run, saved)
     if run.trainer.state is not None:
@@ -165,8 +182,10 @@ def _restore(run: Run, saved: dict) -> None:
         run.trainer.load_state_dict(saved["trainer"])
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         file = run.folder.checkpoint_file
-        raise InputError(f"{file} does not fit the run's model: {_first_line(error)} Start a new run with another --out.") from error
-    run.step = saved["step"]
+        raise InputError(
+            f"{file} does not fit the run's model: {as_sentence(_first_line(error))} Start a new run with another --out."
+        ) from error
+    run.step, run.before = saved["step"], run.folder.read_settings()
     run.wall_s_before = run.folder.read_summary().get("wall_s", 0.0)
     run.folder.drop_rows_after(run.step)
     run.folder.save_settings(run.settings)
@@ -180,7 +199,7 @@ def _train_steps(run: Run, stop: StopRequest) -> None:
     settings = run.settings
     clock = ReplayClock() if run.device.type == "cuda" else None
     hearing: AbstractContextManager[None] = nullcontext() if clock is None else listening(clock)
-    with make_progress(run.console) as progress, hearing:
+    with _opened_progress(run) as progress, hearing:
         log = MetricsLog(
             partial(_record, run),
             progress,
@@ -194,13 +213,23 @@ def _train_steps(run: Run, stop: StopRequest) -> None:
             _train_step(run, log)
             if run.step % settings.eval_every == 0 and run.step < settings.steps:
                 with log.paused():
-                    loss = _evaluate(run, max(_MIN_EVALUATION_TOKENS, 4 * settings.tokens_per_step), stop)
+                    loss = _evaluate(run, _tokens_on_the_way(settings), stop)
                 if loss is not None:
                     log.add_evaluation(run.step, loss, run.nats_per_unit, run.unit)
             if run.step % settings.save_every == 0 and run.step < settings.steps:
                 with log.paused():
                     _save(run)
         log.flush()
+
+
+@contextmanager
+def _opened_progress(run: Run) -> Iterator[RunProgress]:
+    with make_progress(run.console) as progress:
+        run.progress = progress
+        try:
+            yield progress
+        finally:
+            run.progress = None
 
 
 def _train_step(run: Run, log: MetricsLog) -> None:
@@ -238,22 +267,34 @@ def _to_device(run: Run, windows: Windows) -> dict[str, Tensor]:
 
 def _evaluate(run: Run, max_tokens: int, stop: StopRequest) -> float | None:
     """Mean validation loss in nats per token; None when a stop was asked for meanwhile."""
+    batches = _validation_batches(run, max_tokens)
     losses, sizes = [], []
-    for windows in _validation_batches(run, max_tokens):
-        if stop.is_set:
-            return None
-        losses.append(run.trainer.evaluate(_to_device(run, windows)))
-        sizes.append(len(windows[0]))
+    with show_validation(run.console, run.progress, len(batches)) as advance:
+        for windows in batches:
+            if stop.is_set:
+                return None
+            losses.append(run.trainer.evaluate(_to_device(run, windows)))
+            sizes.append(len(windows[0]))
+            advance()
     weights = torch.tensor(sizes, dtype=torch.float64)
     return float((torch.stack(losses).double().cpu() * weights).sum() / weights.sum())
 
 
-def _validation_batches(run: Run, max_tokens: int) -> Iterator[Windows]:
+def _tokens_on_the_way(settings: Settings) -> int:
+    # A token costs a third of what it costs to train on: no more of them than are trained on between two validations.
+    usual = max(_MIN_EVALUATION_TOKENS, 4 * settings.tokens_per_step)
+    return max(_LEAST_EVALUATION_TOKENS, min(usual, settings.eval_every * settings.tokens_per_step))
+
+
+def _final_tokens(settings: Settings) -> int:
+    return max(_MIN_EVALUATION_TOKENS, min(_FINAL_EVALUATION_TOKENS, settings.steps * settings.tokens_per_step))
+
+
+def _validation_batches(run: Run, max_tokens: int) -> list[Windows]:
     settings = run.settings
     tokens, labels = validation_windows(run.split.validation, settings.seq_len, max_tokens)
-    size = settings.batch_size // settings.grad_accum
-    for start in range(0, len(tokens), size):
-        yield tokens[start : start + size], labels[start : start + size]
+    size = max(settings.batch_size // settings.grad_accum, -(-_EVALUATION_BATCH_TOKENS // settings.seq_len))
+    return [(tokens[start : start + size], labels[start : start + size]) for start in range(0, len(tokens), size)]
 
 
 def _save(run: Run) -> None:
@@ -288,8 +329,25 @@ def _introduce(run: Run, resume: bool) -> None:
         f"{settings.precision} on {run.device}: {escape(run.corpus.source)}, {len(run.split.train):,} tokens to train on, "
         f"{settings.tokens_per_step:,} a step."
     )
+    if run.before is not None:
+        _introduce_resumed(run, run.before)
+    if run.corpus.left_out:
+        run.console.print(f"Files left out of --text: {run.corpus.left_out}. Name a file itself to train on it.")
     if settings.precision == "bf16" and run.device.type == "cpu":
         run.console.print("Most CPUs emulate bf16, many times slower than --precision fp32.")
+
+
+def _introduce_resumed(run: Run, before: Settings) -> None:
+    settings = run.settings
+    if settings.steps != before.steps:
+        was, now = learning_rate(before, max(0, run.step - 1)), learning_rate(settings, run.step)
+        run.console.print(
+            f"--steps was {before.steps}, it is {settings.steps}: the learning rate was {was:.2e}, it goes on at {now:.2e}, as a run of "
+            f"{settings.steps} steps has it after step {run.step}."
+        )
+    if run.step == settings.steps:
+        more = f"--resume --steps {2 * settings.steps}"
+        run.console.print(f"The run has already finished its {run.step} steps; only its summary is made again. {more} trains on.")
 
 
 def _report_stop(run: Run, stop: StopRequest) -> int:
@@ -331,7 +389,7 @@ def _suggest(run: Run) -> None:
 
 
 def _measure_quality(run: Run, loss: float) -> Quality:
-    tokens, labels = validation_windows(run.split.validation, run.settings.seq_len, _FINAL_EVALUATION_TOKENS)
+    tokens, labels = validation_windows(run.split.validation, run.settings.seq_len, _final_tokens(run.settings))
     baseline = bigram_loss(run.split.train, tokens, labels, run.corpus.num_symbols)
     return Quality(loss, baseline, labels.size, run.corpus.is_bytes)
 

@@ -36,7 +36,9 @@ class Record:
 
 @pytest.mark.parametrize("bad", [object(), {1, 2}, Record(torch.zeros(2)), len], ids=["object", "set", "dataclass", "function"])
 def test_what_is_no_tensor_and_no_constant_is_refused_by_name(bad: Any) -> None:
-    with pytest.raises(graphrt.StaticInputError, match=rf'batch\["a"\]\[1\] is a {type(bad).__name__}, expected a tensor or a constant'):
+    with pytest.raises(
+        graphrt.StaticInputError, match=rf'batch\["a"\]\[1\] is of type {type(bad).__name__}, expected a tensor or a constant'
+    ):
         list(leaves({"a": [1, bad]}))
 
 

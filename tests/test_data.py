@@ -8,7 +8,7 @@ import pytest
 
 from graphrt import data
 from graphrt.bigram import bigram_loss
-from graphrt.settings import InputError
+from graphrt.settings import InputError, make_settings
 
 
 @pytest.fixture
@@ -62,8 +62,48 @@ class TestText:
         with pytest.raises(InputError, match=r"void\.txt is empty"):
             data.load_text([str(tmp_path / "void.txt")])
 
+    def test_run_folders_are_left_out_of_what_expands(self, tmp_path):
+        for folder in ("text", "runs/first", "runs/first/tensorboard", "runs/new"):
+            (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / "text/settings.json").write_text('{"mine": 1}')
+        (tmp_path / "runs/first/settings.json").write_text(make_settings({}).to_json())
+        for name in ("runs/first/metrics.jsonl", "runs/first/tensorboard/events", "runs/new/report.txt"):
+            (tmp_path / name).write_text("R")
+        for pattern in (str(tmp_path), f"{tmp_path}/**/*"):
+            corpus = data.load_text([pattern], run_folder=tmp_path / "runs/new")
+            assert bytes(corpus.tokens) == b'{"mine": 1}'
+            assert corpus.left_out == "4 in run folders"
+        with pytest.raises(InputError, match="matches no text, but files left out: 3 in run folders"):
+            data.load_text([f"{tmp_path}/runs/first"])
+        assert bytes(data.load_text([f"{tmp_path}/runs/first/metrics.jsonl"]).tokens) == b"R"
+
+    def test_binary_files_are_left_out_of_what_expands_and_taken_where_they_are_named(self, tmp_path):
+        (tmp_path / "a.txt").write_text("text")
+        (tmp_path / "b.bin").write_bytes(b"bin\0ary")
+        (tmp_path / "late.txt").write_bytes(b"x" * 8000 + b"\0")
+        for pattern in (str(tmp_path), f"{tmp_path}/*"):
+            corpus = data.load_text([pattern])
+            assert len(corpus.tokens) == 4 + 8001
+            assert corpus.left_out == "1 binary"
+        assert bytes(data.load_text([str(tmp_path / "b.bin")]).tokens) == b"bin\0ary"
+
+    def test_the_first_that_is_missing_is_named(self, tmp_path):
+        with pytest.raises(InputError, match="first"):
+            data.load_text([str(tmp_path / "first.txt"), str(tmp_path / "second*")])
+
+    def test_many_sources_are_shortened(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        for name in "abcd":
+            (tmp_path / name).write_text(name)
+        assert data.load_text([str(tmp_path / name) for name in "abcd"]).source == "4 files from a, b, c, ..."
+        assert data.load_text([str(tmp_path / name) for name in "abc"]).source == "3 files from a, b, c"
+
 
 class TestTokens:
+    def test_a_directory_is_refused_with_what_to_give(self, tmp_path):
+        with pytest.raises(InputError, match=r"is a directory\. Give --tokens one file"):
+            data.load_tokens(str(tmp_path), "auto", 256)
+
     @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
     def test_files_are_memory_mapped_in_the_dtype_given(self, tmp_path, dtype):
         corpus = data.load_tokens(write_tokens(tmp_path / "t.bin", range(1000), dtype), dtype, 1000)
@@ -101,7 +141,7 @@ class TestSplit:
         assert (len(split.train), len(split.validation)) == (33, 33)
 
     def test_a_text_too_short_is_named_with_what_is_needed(self):
-        with pytest.raises(InputError, match=r"short\.txt holds 65 tokens, .* at least 66"):
+        with pytest.raises(InputError, match=r"There are 65 tokens in short\.txt, .* at least 66"):
             data.split_corpus(data.Corpus(np.zeros(65, np.uint8), 256, "short.txt", True), 32)
 
 

@@ -457,7 +457,7 @@ MISFITS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "structure": (lambda batch: [batch], r"batch"),
     "array": (
         lambda batch: {**batch, "tokens": batch["tokens"].numpy()},
-        r'batch\["tokens"\] is a ndarray, expected a tensor or a constant',
+        r'batch\["tokens"\] is of type ndarray, expected a tensor or a constant',
     ),
 }
 

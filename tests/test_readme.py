@@ -1,10 +1,13 @@
 """The README's Python snippets run."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from graphrt.cli import main
 
 README = Path(__file__).parent.parent / "README.md"
 _BLOCK = re.compile(r"^```python( continue)?\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -29,6 +32,15 @@ def test_snippet_runs(number: int, capsys: pytest.CaptureFixture[str]) -> None:
         printed = capsys.readouterr().out
         assert "values bitwise equal" in printed
         assert "operation" in printed or "kernel" in printed
+
+
+def test_the_function_to_check_can_be_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = (program for program in _programs() if "def make_trainer" in program)
+    (tmp_path / "readme_train.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert main(["check", "readme_train:make_trainer"]) == 0
+    assert "can be captured" in capsys.readouterr().out
 
 
 def test_readme_has_snippets() -> None:

@@ -1,14 +1,19 @@
 """The run: what it writes, how it stops and goes on, what it refuses, and how good the model gets."""
 
 import builtins
+import io
 import json
 import math
 import os
+import shlex
 import signal
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from graphrt import train as train_module
 from graphrt.cli import main
@@ -16,7 +21,9 @@ from graphrt.data import load_default_text
 from graphrt.interrupt import StopRequest
 from graphrt.jobsetup import resolve_device
 from graphrt.presets import PRESETS, ModelShape, Preset
+from graphrt.runlock import FolderLock
 from graphrt.settings import InputError, Settings, change_settings, make_settings
+from graphrt.summary import Quality, next_commands, print_quality
 
 NANO = Preset(ModelShape(1, 32, 2, 48, 256), seq_len=16, batch_size=4, steps=6, lr=3e-3, about="tests")
 
@@ -88,7 +95,7 @@ def send_signal_in_step(monkeypatch, step, *signals):
 class TestRun:
     def test_folder_holds_what_the_help_says(self, run):
         folder = run("r", "--eval-every", "3")
-        names = {file.name for file in folder.iterdir()}
+        names = {file.name for file in folder.iterdir()} - {".lock"}
         assert names == {"checkpoint.pt", "loss.png", "metrics.jsonl", "settings.json", "slots.json", "slots_history.jsonl", "summary.json"}
         assert len(rows(folder, "loss")) == 6
         assert len(rows(folder, "val_loss")) == 2
@@ -134,6 +141,15 @@ class TestRun:
         args = ["train", "--preset", "nano", "--tokens", str(file), "--vocab-size", "300", "--out", str(tmp_path / "r")]
         assert main(args) == 0
         assert "bits per token" in capsys.readouterr().out
+
+    def test_a_run_inside_its_text_is_resumed_and_never_trains_on_a_run(self, run, tmp_path, monkeypatch, capsys):
+        with monkeypatch.context() as patch:
+            send_signal_in_step(patch, 1, signal.SIGINT)
+            run("r", "--text", str(tmp_path), code=130)
+        run("r", "--resume")
+        assert "Files left out of --text: " in capsys.readouterr().out
+        run("other", "--text", f"{tmp_path}/**/*")
+        assert checkpoint(tmp_path / "r")["corpus"] == checkpoint(tmp_path / "other")["corpus"]
 
     def test_without_matplotlib_it_says_what_to_install(self, run, capsys, monkeypatch):
         real_import = builtins.__import__
@@ -215,11 +231,159 @@ class TestStopAndResume:
         run("r", "--resume", "--steps", "8")
         assert [json.loads(line).get("step") for line in slot_rows(folder)] == [None, 7, 8]
 
+    @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+    def test_signals_that_are_no_key_are_named(self, run, monkeypatch, capsys, signum):
+        send_signal_in_step(monkeypatch, 2, signum)
+        folder = run("r", code=128 + signum)
+        out = capsys.readouterr().out
+        assert f"{signum.name}: stopping after this step" in out
+        assert "Ctrl-C" not in out
+        assert checkpoint(folder)["step"] == 3
+
+    def test_a_hangup_that_is_ignored_stays_ignored(self, run, monkeypatch):
+        before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        try:
+            send_signal_in_step(monkeypatch, 2, signal.SIGHUP)
+            run("r")
+        finally:
+            signal.signal(signal.SIGHUP, before)
+
+    @pytest.mark.parametrize("phase", ["_evaluate", "_measure_slots", "check_parity"])
+    @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+    def test_a_signal_after_the_last_checkpoint_stops_at_once(self, run, monkeypatch, capsys, phase, signum):
+        def interrupted(*args):
+            os.kill(os.getpid(), signum)
+            raise AssertionError("it went on")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(train_module, phase, interrupted)
+            folder = run("r", "--check-parity", "2", "--eval-every", "99", code=128 + signum)
+        out = capsys.readouterr().out
+        assert "Stopped after step 6 of 6; the checkpoint is written." in out
+        assert "after this step" not in out
+        run("r", "--resume")
+        assert checkpoint(folder)["step"] == 6
+
+    def test_a_run_that_stopped_before_it_had_anything_starts_anew(self, run, monkeypatch, capsys):
+        with monkeypatch.context() as patch:
+            send_signal_in_step(patch, 0, signal.SIGINT, signal.SIGINT)
+            folder = run("r", code=130)
+        assert "There is no checkpoint yet. Run the same command to start anew." in capsys.readouterr().err
+        (folder / "metrics.jsonl").touch()
+        (folder / "checkpoint.pt.1.tmp").touch()
+        run("r", "--resume", code=2)
+        assert "Leave out --resume to start it anew" in capsys.readouterr().err
+        assert not list(run("r").glob("*.tmp"))
+
+    def test_a_run_with_rows_and_no_checkpoint_says_what_to_delete(self, run, monkeypatch, capsys):
+        with monkeypatch.context() as patch:
+            send_signal_in_step(patch, 3, signal.SIGINT, signal.SIGINT)
+            patch.setattr("graphrt.progress._FLUSH_INTERVAL_S", 0)
+            folder = run("r", "--save-every", "99", code=130)
+        assert f"Delete it with rm -r {folder}." in capsys.readouterr().err
+        for more in ([], ["--resume"]):
+            run("r", *more, code=2)
+            assert f"Delete it with rm -r {folder}" in capsys.readouterr().err
+        assert rows(folder, "loss")
+
+    def test_more_steps_say_what_they_do_to_the_learning_rate(self, run, capsys):
+        run("r", "--lr", "0.01")
+        capsys.readouterr()
+        run("r", "--resume", "--steps", "12")
+        out = " ".join(capsys.readouterr().out.split())
+        before = train_module.learning_rate(make_settings({"preset": "nano", "lr": 0.01}), 5)
+        now = train_module.learning_rate(make_settings({"preset": "nano", "lr": 0.01, "steps": 12, "warmup": 0}), 6)
+        assert f"--steps was 6, it is 12: the learning rate was {before:.2e}, it goes on at {now:.2e}" in out
+        assert "already finished" not in out
+
+    def test_a_finished_run_says_that_it_is(self, run, capsys):
+        run("r")
+        capsys.readouterr()
+        run("r", "--resume")
+        assert "already finished its 6 steps" in " ".join(capsys.readouterr().out.split())
+
     def test_a_request_outlives_a_terminate_after_an_interrupt(self):
         with StopRequest(lambda line: None) as stop:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGTERM)
             assert stop.exit_code == 130
+
+
+class TestLostOutput:
+    """Whatever becomes of the output, the run stops between two steps, with a checkpoint and one line."""
+
+    @pytest.fixture
+    def closed_pipe(self):
+        read_end, write_end = os.pipe()
+        os.close(read_end)
+        stream = os.fdopen(write_end, "w")
+        yield stream
+        stream.close()
+
+    def test_a_closed_pipe(self, run, monkeypatch, capsys, closed_pipe):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", closed_pipe)
+            folder = run("r", code=141)
+        err = capsys.readouterr().err
+        assert (
+            err == f"graphrt: The output cannot be written: Broken pipe. Run graphrt train --out {folder} --resume to go on from the "
+            "last checkpoint.\n"
+        )
+        run("r", "--resume")
+        assert len(rows(folder, "loss")) == 6
+
+    @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+    def test_a_full_disk_below_the_output(self, run, monkeypatch, capsys):
+        with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", full)
+            run("r", code=1)
+        err = capsys.readouterr().err
+        assert err.startswith("graphrt: The output cannot be written: No space left on device.")
+        assert err.count("\n") == 1
+
+    def test_a_full_disk_below_the_run_folder(self, run, monkeypatch, capsys):
+        def fail(*args, **kwargs):
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "write_text", fail)
+            patch.setattr("graphrt.runfolder.RunFolder.create", lambda self, settings, lock: self.path.mkdir())
+            folder = run("r", code=1)
+        # The first file of the run that is written whole.
+        assert capsys.readouterr().err == f"graphrt: {folder}/slots_history.jsonl cannot be used: No space left on device.\n"
+
+
+class TestValidation:
+    def count_evaluations(self, monkeypatch, run, *args):
+        sizes = []
+        evaluate = train_module.Trainer.evaluate
+
+        def counted(trainer, batch):
+            sizes.append(batch["tokens"].numel())
+            return evaluate(trainer, batch)
+
+        monkeypatch.setattr(train_module.Trainer, "evaluate", counted)
+        run("r", *args)
+        return sizes
+
+    def test_small_batches_are_validated_in_large_ones(self, run, monkeypatch, tmp_path):
+        (tmp_path / "long.txt").write_bytes(load_default_text().tokens[:300_000].tobytes())
+        text = ("--text", str(tmp_path / "long.txt"))
+        sizes = self.count_evaluations(monkeypatch, run, "--batch-size", "1", "--eval-every", "3", *text)
+        assert sizes == [2048, 2048, 2048, 2048, 2048]  # one on the way, four at the end
+
+    def test_settings_decide_how_many_tokens_validate(self):
+        tiny = make_settings({})
+        assert train_module._tokens_on_the_way(tiny) == 8192
+        assert train_module._final_tokens(tiny) == 1 << 16
+
+    def test_without_a_terminal_lines_tell_of_progress(self, run, monkeypatch, capsys):
+        monkeypatch.setattr("graphrt.progress._LINE_INTERVAL_S", 0.0)
+        monkeypatch.setattr("graphrt.progress._FLUSH_INTERVAL_S", 0.0)
+        run("r", "--eval-every", "3")
+        out = capsys.readouterr().out
+        assert "step 2: loss" in out
+        assert "validating: 1 of 1 batches" in out
 
 
 class TestRefusals:
@@ -247,7 +411,7 @@ class TestRefusals:
 
     def test_text_shorter_than_a_sequence(self, refuse, tmp_path):
         (tmp_path / "short.txt").write_text("short")
-        assert "short.txt holds 5 tokens" in refuse("--preset", "nano", "--text", str(tmp_path / "short.txt"), "--out", str(tmp_path / "r"))
+        assert "There are 5 tokens in" in refuse("--preset", "nano", "--text", str(tmp_path / "short.txt"), "--out", str(tmp_path / "r"))
         assert not (tmp_path / "r").exists()
 
     def test_a_run_folder_that_exists(self, refuse, finished):
@@ -280,6 +444,32 @@ class TestRefusals:
         file = finished / "checkpoint.pt"
         file.write_bytes(file.read_bytes()[:num_bytes])
         assert "checkpoint.pt cannot be read: it is cut short" in refuse("--resume", "--out", str(finished))
+
+    @pytest.mark.parametrize("what", ["torch.load", "pathlib.Path.read_text", "pathlib.Path.is_file"])
+    def test_files_that_may_not_be_read(self, refuse, finished, monkeypatch, what):
+        def denied(*args, **kwargs):
+            raise PermissionError(13, "Permission denied")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(what, denied)
+            patch.setattr(Path, "rglob", lambda self, pattern: [])
+            err = refuse("--resume", "--out", str(finished))
+        assert "cannot be read: Permission denied. Make it readable" in err
+        assert "new run" not in err
+
+    def test_a_folder_in_which_another_run_trains(self, refuse, finished, tmp_path, text_file):
+        new = tmp_path / "new"
+        new.mkdir()
+        (new / "settings.json").write_text(make_settings({}).to_json())
+        begun = tmp_path / "begun"
+        begun.mkdir()
+        (begun / "settings.json").write_text(make_settings({}).to_json())
+        (begun / "metrics.jsonl").write_text('{"step": 1}\n')
+        for folder in (finished, new, begun):
+            with FolderLock(folder) as lock:
+                lock.acquire()
+                for args in (("--resume",), ("--preset", "nano", "--text", str(text_file))):
+                    assert f"{folder} is in use by another graphrt train" in refuse("--out", str(folder), *args)
 
     def test_a_checkpoint_that_is_something_else(self, refuse, finished):
         torch.save({"weights": torch.zeros(1)}, finished / "checkpoint.pt")
@@ -335,6 +525,29 @@ class TestSettings:
         assert change_settings(settings, {"steps": 999, "mode": "eager"}).steps == 999
         assert change_settings(settings, {"seed": 0, "preset": "tiny"}) == settings
 
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"preset": "nano", "steps": 6},
+            {"batch_size": 4, "seq_len": 64, "grad_accum": 2, "lr": 1.5e-4, "warmup": 7, "vocab_size": 300, "seed": 3},
+            {"steps": 1000, "checkpointing": "block", "mode": "eager", "device": "cpu", "eval_every": 9},
+            {"tokens": "my tokens.bin", "token_dtype": "uint32", "save_every": 7, "slots_every": 2},
+            {"text": ("a b.txt", "c/*.py")},
+        ],
+    )
+    def test_the_same_run_that_is_suggested_is_the_same_run(self, options, monkeypatch):
+        given = []
+        monkeypatch.setattr("graphrt.cli._run_training", lambda options, *rest: given.append(options) or 0)
+        settings = make_settings(options)
+        (again,) = (command for command, purpose in next_commands(settings, Path("r"), "cpu") if purpose == "the same run in fp32")
+        assert main(shlex.split(again)[1:]) == 0
+        assert make_settings(given[0]) == replace(settings, precision="fp32")
+
+    def test_the_same_run_names_only_what_differs_from_the_preset(self):
+        again = next_commands(make_settings({"lr": 1.0, "batch_size": 8}), Path("r"), "cpu")[1][0]
+        assert again == "graphrt train --preset tiny --lr 1.0 --precision fp32 --out r-fp32"
+
     def test_learning_rate_rises_then_falls_to_a_tenth(self):
         settings = make_settings({"steps": 100, "warmup": 10, "lr": 1.0})
         rates = [train_module.learning_rate(settings, step) for step in range(100)]
@@ -365,12 +578,30 @@ class TestSettings:
             ({"token_dtype": "uint16"}, "--token-dtype uint16 goes with --tokens"),
             ({"vocab_size": 100}, "--vocab-size must be at least 256 for text"),
             ({"text": ("a",), "tokens": "b"}, "--text and --tokens"),
+            ({"text": ("a", "")}, "--text is given an empty name"),
+            ({"tokens": ""}, "--tokens is given an empty name"),
         ],
     )
     def test_what_cannot_be_is_named(self, options, words):
         with pytest.raises(InputError) as caught:
             make_settings(options)
         assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"), [(2.0, "0.0%"), (1.0, "50.0% better."), (3.0, "50.0% worse: train longer"), (math.nan, "not finite")]
+)
+def test_quality_is_told_in_words_that_fit(model, words):
+    console = Console(file=io.StringIO(), width=80)
+    print_quality(console, Quality(model, 2.0, 100, True))
+    printed = console.file.getvalue()
+    assert ("as good as" in printed and words not in printed) if words == "0.0%" else words in printed
+
+
+def test_titles_are_one_line_of_a_narrow_terminal(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    run("r")
+    assert "FP8 slots, worst first (shares are sampled: one step, eager)\n" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -141,7 +141,7 @@ def _check_leaf(name: str, expected: Any, got: Any) -> None:
             )
     elif isinstance(expected, Tensor) or isinstance(got, Tensor):
         raise StaticInputError(
-            f"{name} is a {type(got).__name__}, but the step was captured with a {type(expected).__name__}. Pass the same kind."
+            f"{name} is of type {type(got).__name__}, but the step was captured with type {type(expected).__name__}. Pass the same kind."
         )
     elif type(expected) is not type(got) or expected != got:
         raise StaticInputError(

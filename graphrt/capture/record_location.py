@@ -8,21 +8,25 @@ import dis
 import functools
 import linecache
 import os
+import re
 import sys
 import sysconfig
 import threading
 from dataclasses import dataclass
 from itertools import islice
 from types import CodeType, FrameType
+from typing import Any
 
 import numpy
 import torch
 
-__all__ = ["Location", "find_location", "in_parentheses", "is_torch_frame", "issuing_frame"]
+__all__ = ["Location", "find_location", "in_parentheses", "is_torch_frame", "issuing_frame", "locations_of"]
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _CAPTURE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _GRAPHRT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_COMMAND_LINE = _GRAPHRT + "cli.py"
+_STEP = _GRAPHRT + "step.py"
 _NUMPY = os.path.dirname(numpy.__file__) + os.sep
 _PATHS = sysconfig.get_paths()
 _SITE_PACKAGES = tuple({_PATHS["purelib"] + os.sep, _PATHS["platlib"] + os.sep})
@@ -30,6 +34,8 @@ _STDLIB = tuple({_PATHS["stdlib"] + os.sep, _PATHS["platstdlib"] + os.sep})
 # Frames between an operation and the code that issued it when a mode or a default device is active.
 _PASSING = tuple(_TORCH + name for name in ("_dynamo/eval_frame.py", "utils/_device.py", "overrides.py", "_compile.py"))
 _MAX_SOURCE = 80
+_FORWARD_TRACEBACK = "traceback_"  # where torch's anomaly mode keeps where a forward ran
+_FORWARD_FRAME = re.compile(r'File "(.+)", line (\d+)')
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +77,20 @@ class Location:
         return f"{_short_path(self.path)}:{self.line}"
 
 
+@dataclass(frozen=True, slots=True)
+class _BackwardLocation(Location):
+    """An operation that autograd issued for itself: no line of anybody's asks for it, but one made it necessary."""
+
+    what: str
+
+    @property
+    def source(self) -> str:
+        return ""
+
+    def __str__(self) -> str:
+        return f"in the backward of {self.what}"
+
+
 def in_parentheses(location: Location | None) -> str:
     """ " (train.py:42, loss.item())" to follow a statement, or "" for an unknown place."""
     if location is None:
@@ -90,6 +110,16 @@ def find_location(owner: int | None = None) -> Location | None:
     return found
 
 
+def locations_of(error: BaseException) -> list[Location]:
+    """The user's own frames that an error came through, outermost first; those of other packages if there are no own ones."""
+    traceback, passed = error.__traceback__, []
+    while traceback is not None:
+        passed.append(Location(traceback.tb_frame.f_code, traceback.tb_lasti))
+        traceback = traceback.tb_next
+    users = [location for location in passed if _is_user_file(location.path)]
+    return [location for location in users if not location.path.startswith(_SITE_PACKAGES)] or users
+
+
 def issuing_frame() -> FrameType | None:
     """The frame that issued the operation being dispatched, whoever wrote it."""
     frame: FrameType | None = sys._getframe(1)
@@ -104,14 +134,30 @@ def is_torch_frame(frame: FrameType) -> bool:
 
 def _search(frame: FrameType | None) -> Location | None:
     inside: FrameType | None = None
+    node = torch._C._current_autograd_node()
     while frame is not None:
         filename = frame.f_code.co_filename
+        # Above these are who called the step, and the command line's library: neither issued a backward's operation.
+        if filename == _COMMAND_LINE or (filename == _STEP and node is not None):
+            inside = inside or frame
+            break
         if _is_user_file(filename):
             return Location(frame.f_code, frame.f_lasti)
         if inside is None and filename.startswith(_GRAPHRT) and not filename.startswith(_CAPTURE):
             inside = frame
         frame = frame.f_back
-    return None if inside is None else Location(inside.f_code, inside.f_lasti)
+    if inside is None:
+        return None
+    if node is not None:
+        return _BackwardLocation(inside.f_code, inside.f_lasti, _forward_of(node))
+    return Location(inside.f_code, inside.f_lasti)
+
+
+def _forward_of(node: Any) -> str:
+    """The line whose backward a node is, if torch was asked to keep it; else the node's name."""
+    frames = [match for entry in node.metadata.get(_FORWARD_TRACEBACK, ()) for match in _FORWARD_FRAME.findall(entry)]
+    lines = [f"{_short_path(path)}:{line}" for path, line in frames if _is_user_file(path) and not path.startswith(_SITE_PACKAGES)]
+    return lines[-1] if lines else node.name()
 
 
 @functools.cache
