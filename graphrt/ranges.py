@@ -18,7 +18,8 @@ import nvtx
 
 __all__ = [
     "BACKWARD", "CAPTURE", "CLIP", "COPY_INPUTS", "DOMAIN_NAME", "FLUSH", "FORWARD", "INSTANTIATE", "MICROBATCH", "OPTIMIZER",
-    "QUANTIZE_WEIGHTS", "REPLAY", "RESULTS", "SCALE_UPDATE", "STEP", "WARMUP", "ZERO_GRAD", "Range", "RangeListener", "listening",
+    "QUANTIZE_WEIGHTS", "REPLAY", "RESULTS", "SCALE_UPDATE", "SNAPSHOT", "STEP", "WARMUP", "ZERO_GRAD", "Range", "RangeListener",
+    "listening",
 ]  # fmt: skip
 
 DOMAIN_NAME = "graphrt"
@@ -86,6 +87,8 @@ def listening(listener: RangeListener) -> Iterator[None]:
 
 #: One call of `Trainer.step`; its payload is the number of the step, from 1.
 STEP = Range("step")
+#: Copies of what a step may change, for the case that it fails; replays need none.
+SNAPSHOT = Range("snapshot")
 # The captured path, each step:
 COPY_INPUTS = Range("copy_inputs")
 REPLAY = Range("replay")

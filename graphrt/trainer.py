@@ -23,7 +23,7 @@ from graphrt.guards import is_capturing
 from graphrt.linear import Float8Linear
 from graphrt.optimizer import StepOptimizer
 from graphrt.profiling import StepProfile, profile_step
-from graphrt.ranges import STEP
+from graphrt.ranges import SNAPSHOT, STEP
 from graphrt.recompute import close_abandoned
 from graphrt.region import is_region_open
 from graphrt.report import TrainerReport
@@ -255,7 +255,8 @@ class Trainer:
     @contextmanager
     def _atomic(self, *, with_optimizer_values: bool, on_host: bool = False) -> Iterator[None]:
         """Put everything back if the block raises."""
-        snapshot, counts = self.snapshot(with_optimizer_values=with_optimizer_values, on_host=on_host), self.save_counts()
+        with SNAPSHOT:
+            snapshot, counts = self.snapshot(with_optimizer_values=with_optimizer_values, on_host=on_host), self.save_counts()
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         try:
             yield

@@ -158,18 +158,18 @@ def test_only_steps_are_numbered_and_a_failed_step_keeps_its_number(record):
 
 
 def test_captured_steps_warm_up_capture_once_and_replay(record):
-    warmup = ["step", "step/copy_inputs", "step/warmup", *below("step/warmup", BODY)]
+    warmup = ["step", "step/snapshot", "step/copy_inputs", "step/warmup", *below("step/warmup", BODY)]
     captured = [record.sections[f"captured {number}"].paths for number in range(1, 6)]
-    assert captured[0] == ["step", *CALIBRATION, *warmup[1:]]
+    assert captured[0] == ["step", "step/snapshot", *CALIBRATION, *warmup[2:]]
     assert captured[1] == warmup
-    assert captured[2] == ["step", "step/copy_inputs", "step/capture", *below("step/capture", CAPTURED_BODY)]
+    assert captured[2] == ["step", "step/snapshot", "step/copy_inputs", "step/capture", *below("step/capture", CAPTURED_BODY)]
     assert captured[3] == captured[4] == ["step", *below("step", "copy_inputs replay results")]
 
 
 def test_eager_steps_have_every_part_of_the_body(record):
     body = f"zero_grad {MICROBATCH} {MICROBATCH} scale_update scale_update clip optimizer"
-    assert record.sections["eager 1"].paths == ["step", *CALIBRATION, *below("step", body)]
-    assert record.sections["eager 2"].paths == ["step", *below("step", body)]
+    assert record.sections["eager 1"].paths == ["step", "step/snapshot", *CALIBRATION, *below("step", body)]
+    assert record.sections["eager 2"].paths == ["step", "step/snapshot", *below("step", body)]
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -177,7 +177,7 @@ def test_an_eager_step_that_raises_leaves_its_ranges(record, where):
     failed = record.sections[f"eager {where} fails"]
     assert f"step/microbatch/{where}" in failed.paths
     assert "step/optimizer" not in failed.paths
-    assert record.sections[f"eager after {where}"].paths == ["step", *below("step", BODY)]
+    assert record.sections[f"eager after {where}"].paths == ["step", "step/snapshot", *below("step", BODY)]
 
 
 def test_a_warmup_and_a_capture_that_raise_leave_their_ranges(record):
@@ -185,8 +185,8 @@ def test_a_warmup_and_a_capture_that_raise_leave_their_ranges(record):
     assert "step/capture/microbatch/backward" in record.sections["capture fails"].paths
     assert "step/capture/optimizer" not in record.sections["capture fails"].paths
     warmup, capture = record.sections["warmup after"].paths, record.sections["capture after"].paths
-    assert warmup == ["step", "step/copy_inputs", "step/warmup", *below("step/warmup", BODY)]
-    assert capture == ["step", "step/copy_inputs", "step/capture", *below("step/capture", CAPTURED_BODY)]
+    assert warmup == ["step", "step/snapshot", "step/copy_inputs", "step/warmup", *below("step/warmup", BODY)]
+    assert capture == ["step", "step/snapshot", "step/copy_inputs", "step/capture", *below("step/capture", CAPTURED_BODY)]
 
 
 def test_a_region_by_hand_flushes_what_is_pending(record):
@@ -211,7 +211,7 @@ def test_modules_have_ranges_in_forward_and_backward_when_asked_for(record):
         f"{forward}/TokenModel", *below(f"{forward}/TokenModel", FORWARDS)
     ]  # fmt: skip
     assert [path for path in paths if path.startswith(f"{backward}/")] == [f"{backward}/{module} backward" for module in BACKWARDS]
-    assert record.sections["modules over"].paths == ["step", *below("step", BODY)]
+    assert record.sections["modules over"].paths == ["step", "step/snapshot", *below("step", BODY)]
 
 
 @pytest.mark.gpu
@@ -219,7 +219,7 @@ def test_a_graph_is_instantiated_once_and_then_replayed(tmp_path):
     record = record_steps(tmp_path, "cuda")
     captured = record.sections["captured 3"].paths
     assert captured == [
-        "step", "step/copy_inputs", "step/capture", *below("step/capture", CAPTURED_BODY), "step/capture/instantiate",
+        "step", "step/snapshot", "step/copy_inputs", "step/capture", *below("step/capture", CAPTURED_BODY), "step/capture/instantiate",
         "step/replay", "step/results",
     ]  # fmt: skip
     assert record.sections["captured 4"].paths == ["step", *below("step", "copy_inputs replay results")]

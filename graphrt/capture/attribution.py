@@ -35,7 +35,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 #: Ranges that are phases of a step; the others say nothing about what the work is for.
-_PHASES = frozenset({"zero_grad", "quantize_weights", "forward", "backward", "scale_update", "clip", "optimizer", "copy_inputs", "replay"})
+_PHASES = frozenset(
+    {"snapshot", "zero_grad", "quantize_weights", "forward", "backward", "scale_update", "clip", "optimizer", "copy_inputs", "replay"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +45,9 @@ class Place:
     """Where in a step a piece of work belongs.
 
     Attributes:
-        phase: "zero_grad", "quantize_weights" (a captured step makes all FP8 weights at once), "forward", "backward",
-            "scale_update", "clip", "optimizer", "copy_inputs", "replay" (what a
-            replay issues beside the graph), or "results": loss, metrics and counts, made ready for the caller.
+        phase: "snapshot" (an eager step's copies for the case that it fails), "zero_grad", "quantize_weights" (a captured
+            step makes all FP8 weights at once), "forward", "backward", "scale_update", "clip", "optimizer", "copy_inputs",
+            "replay" (what a replay issues beside the graph), or "results": loss, metrics and counts, made ready for the caller.
         direction: "forward", "backward", "recompute" (a checkpointed forward again), or "" for work of no layer.
         module: fully qualified name, "" for the root module and for work outside of modules.
         function: the autograd node that was running, such as "MmBackward0"; "" outside of a backward.

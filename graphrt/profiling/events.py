@@ -158,7 +158,7 @@ class PathProfile:
 
 #: Words that tell the kind of a kernel or an operation, the first that fits.
 _WORK = (
-    ("attention", ("flash", "fmha", "attention", "sdpa", "cudnn_generated")),
+    ("attention", ("flash", "fmha", "attention", "sdpa", "cudnn_generated", "cudnn::fusion")),
     ("quantize", ("graphrt_quantize", "graphrt_record_amax", "graphrt::quantize", "graphrt::record_amax")),
     ("scale update", ("graphrt_update_scales", "graphrt::update_scales")),
     ("norm", ("rms_norm", "layer_norm", "layernorm")),
