@@ -4,9 +4,11 @@ import os
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
+import graphrt
 from graphrt.cli import main
 from graphrt.presets import PRESETS
 
@@ -88,6 +90,8 @@ def test_the_console_script_exits_with_the_code():
 INTERRUPTED = """
 import os, signal, sys
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
+
 class Finder:
     def find_spec(self, name, path=None, target=None):
         if name == {module!r}:
@@ -101,9 +105,10 @@ sys.exit(main())
 
 
 @pytest.mark.parametrize("module", ["torch", "graphrt.train"])
-def test_ctrl_c_during_the_imports_is_one_line(module):
-    script = INTERRUPTED.format(module=module)
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+def test_ctrl_c_during_the_imports_is_one_line(module, tmp_path):
+    script, root = INTERRUPTED.format(module=module), str(Path(graphrt.__file__).parent.parent)
+    environment = {**os.environ, "PYTHONPATH": root}
+    result = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 130
     assert result.stderr.strip() == "graphrt: Stopped by Ctrl-C."
     assert result.stdout == ""

@@ -453,7 +453,7 @@ MISFITS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "missing": (_without_labels, r'batch\["labels"\] is missing'),
     "new": (lambda batch: {**batch, "mask": batch["tokens"]}, r'batch\["mask"\] is new'),
     "number": (lambda batch: {**batch, "temperature": 0.5}, r'batch\["temperature"\] is 0\.5, .* with 1\.0'),
-    "kind": (lambda batch: {**batch, "weight": 1.0}, r'batch\["weight"\] is a float, .* with a Tensor'),
+    "kind": (lambda batch: {**batch, "weight": 1.0}, r'batch\["weight"\] is of type float, .* with type Tensor'),
     "structure": (lambda batch: [batch], r"batch"),
     "array": (
         lambda batch: {**batch, "tokens": batch["tokens"].numpy()},

@@ -233,8 +233,12 @@ class TestStopAndResume:
 
     @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
     def test_signals_that_are_no_key_are_named(self, run, monkeypatch, capsys, signum):
-        send_signal_in_step(monkeypatch, 2, signum)
-        folder = run("r", code=128 + signum)
+        before = signal.signal(signum, signal.SIG_DFL)  # under nohup it would be ignored
+        try:
+            send_signal_in_step(monkeypatch, 2, signum)
+            folder = run("r", code=128 + signum)
+        finally:
+            signal.signal(signum, before)
         out = capsys.readouterr().out
         assert f"{signum.name}: stopping after this step" in out
         assert "Ctrl-C" not in out
