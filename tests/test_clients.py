@@ -91,6 +91,7 @@ def _trajectories(device: torch.device, make: Callable[[], nn.Module], batches: 
     return actual, expected
 
 
+@pytest.mark.slow
 @needs_transformers
 @every_family
 @pytest.mark.parametrize("mask", ["all ones", "padded"])

@@ -43,6 +43,7 @@ def findings():
     return doctor.find_all()
 
 
+@pytest.mark.slow
 class TestOnThisMachine:
     def test_every_probe_has_an_outcome_in_order(self, findings):
         assert [probe.name for probe in findings.probes] == list(PROBES)

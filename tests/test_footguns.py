@@ -216,6 +216,7 @@ def test_a_recompute_draws_the_mask_of_its_forward_at_every_replay(device: torch
         assert not any(torch.equal(one, other) for one, other in pairwise(masks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", ["nested", "per layer", "branch without a gradient"])
 @pytest.mark.parametrize("kind", ["graphrt", "graphrt-reentrant"])
 def test_a_checkpointed_captured_step_updates_once_and_leaves_the_scales_of_a_plain_one(device: torch.device, wrap: str, kind: str) -> None:

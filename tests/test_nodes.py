@@ -89,6 +89,7 @@ def test_attention_belongs_to_its_block():
     assert places == {(f"blocks.{i}", direction) for i in range(2) for direction in ("forward", "backward")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", [graphrt.checkpoint, reentrant])
 def test_a_recompute_is_one(checkpoint):
     plain, checkpointed = llama_map(), llama_map(checkpoint=checkpoint)
@@ -101,6 +102,7 @@ def test_a_recompute_is_one(checkpoint):
     assert not modules(plain, "recompute")
 
 
+@pytest.mark.slow
 def test_microbatches_double_the_layers_and_nothing_else():
     one, two = gemms(llama_map()), gemms(llama_map(grad_accum=2))
     assert two == one + one

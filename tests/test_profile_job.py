@@ -16,6 +16,7 @@ def nano(monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "150")
 
 
+@pytest.mark.slow
 def test_a_preset(capsys, tmp_path):
     assert main(["profile", "nano", "--steps", "1", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
@@ -32,6 +33,7 @@ def test_a_preset(capsys, tmp_path):
     assert {file.name for file in folder.iterdir()} == {"profile.json", "trace.json", "profile.png"}  # not the earlier node map
 
 
+@pytest.mark.slow
 def test_a_run_with_its_checkpoint(capsys, tmp_path):
     text = tmp_path / "text.txt"
     text.write_bytes(load_default_text().tokens[:4000].tobytes())

@@ -241,6 +241,7 @@ def test_emulated_backward_equals_reference(shape, has_residual):
     check_backward(launch_backward, make_stream(*shape), make_weight(shape[1]), has_residual=has_residual)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("emulate")
 @pytest.mark.parametrize("shape", WIDE_SHAPES, ids=str)
 def test_emulated_wide_rows_equal_reference(shape):
