@@ -2,7 +2,7 @@
 
 A fused layer issues the products of several linears itself, and its backward those of their gradients. Around each it names
 the module or the parameter it works for; whoever tells a step's kernels apart (`graphrt.capture.attribution`) listens.
-Without a listener the name costs a tenth of a microsecond.
+Without a listener the name is one look at an empty list.
 """
 
 from collections.abc import Iterator

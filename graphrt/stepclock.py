@@ -19,8 +19,8 @@ def _record_event() -> Any:
 class ReplayClock:
     """Listens to the replay range (`graphrt.ranges.listening`) and marks both ends of each replay on the device.
 
-    A mark costs the host about a microsecond and the device next to nothing; the times are read at `read` only. Steps that are
-    not replayed (warmup, eager mode) leave no marks.
+    A mark is one event recorded on the stream; the times are read at `read` only. Steps that are not replayed (warmup, eager
+    mode) leave no marks.
 
     Args:
         record_event: puts a timing event on the current stream and returns it.

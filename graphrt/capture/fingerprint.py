@@ -1,7 +1,7 @@
 """What a graph was captured with, checked before each replay: a graph knows addresses and constants, not names.
 
-The check compares object identities, addresses and flags, which takes tens of microseconds; only when something differs
-does it look for the name.
+The check compares object identities, addresses and flags, mostly inside C loops; only when something differs does it look
+for the name. profiles/README.md has what it costs.
 """
 
 import operator

@@ -8,8 +8,8 @@ then the segments' sums in turn, then that total to what the table holds, all in
 sum in order of position, and no other token's positions change a bit of it.
 
 On a GPU three launches and the fill: a stable sort of the positions by token, segments, runs longer than a segment.
-The sort counts, for each position, those before it: n^2 comparisons at about two instructions each, so 8192 positions
-take 67 M * 2.25 / (132 multiprocessors * 128 lanes) = 9 k cycles, 5 us; from 16384 positions on torch sorts. The sums
+The sort counts, for each position, those before it: n^2 comparisons, 18 to 21 us for 8192 positions on an H200 (the
+instructions alone would allow 5); from 16384 positions on torch sorts. The sums
 read each gradient once and write each row that a token names once. A token that fills a batch of 8192 is 128 segments in
 as many blocks, then 128 sums in turn: two chains of eight and of sixteen memory latencies.
 """
