@@ -308,7 +308,8 @@ class Trainer:
             return
         before = self.snapshot(with_optimizer_values=not self._body.optimizer.is_in_step, on_host=self._captured is not None)
         with self._on_step_stream():
-            self._eager.calibrate(microbatches)
+            # Copies: what loss_fn writes into its batch is not there for the step that follows.
+            self._eager.calibrate([batches.map_tensors(torch.clone, microbatch) for microbatch in microbatches])
         before.restore(keep_states=True)
 
     def evaluate(self, batch: Any) -> Tensor:

@@ -108,6 +108,21 @@ def test_calibration_changes_nothing_but_the_quantization_state(device: torch.de
         assert len(seen) == 3
 
 
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_what_loss_fn_writes_into_its_batch_in_the_calibration_is_not_there_for_the_step(device: torch.device, mode: str) -> None:
+    seen: list[Tensor] = []
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        seen.append(batch["tokens"].clone())
+        batch["tokens"].zero_()
+        return token_loss(model, {**batch, "tokens": seen[-1]})[0]
+
+    with make_trainer(mode, device, loss_fn=loss_fn) as trainer:
+        trainer.step(token_batch(0))
+    assert len(seen) == 2
+    assert torch.equal(*seen)
+
+
 def test_a_state_that_has_updated_before_is_not_calibrated_again(device: torch.device) -> None:
     with make_trainer("eager", device) as trainer:
         run(trainer, token_batches(2))
