@@ -15,7 +15,7 @@ from graphrt.kernels.fill import FILL_KERNEL, Fill, fill_launch
 
 __all__ = ["MAX_BYTES", "replace_memsets"]
 
-#: Larger ranges are left to the copy engines' bandwidth; beside those the change-over does not count.
+#: In bytes. Larger ranges stay memset nodes: they take long enough for the change-over to count little.
 MAX_BYTES = 1 << 16
 
 
