@@ -38,7 +38,7 @@ def trainer_state_dict(
             "quantization_state": None if state is None else state.state_dict(),
             "model": dict(model.state_dict()),
             "optimizer": optimizer.state_dict(),
-            "gradients": list(gradients.owned),
+            "gradients": gradients.names,
             "rng": rng,
             "counts": counts,
         }
@@ -186,8 +186,7 @@ def _load_gradients(names: list[str], gradients: Gradients, *, keep: bool) -> No
         if name in names and name not in gradients.owned:
             p.grad = torch.zeros_like(p)
         elif name not in names and not keep:
-            gradients.owned.pop(name, None)
-            p.grad = None
+            gradients.forget(name)
     gradients.adopt()
 
 

@@ -5,6 +5,9 @@ had to be zeroed before: twelve bytes of traffic a parameter that a GEMM's own o
 the backward of a linear (or of an embedding) therefore asks for the parameter's *sink*, and writes there: the first
 contribution of a step overwrites, later ones add. Gradients that reach the same parameter through autograd (tied weights)
 still add up, in any order: a hook zeroes what is left of the step before, should autograd come first.
+
+As nothing is left to read of a tensor that will be overwritten, a step may also begin without it, and make it where its
+backward first writes: in a captured step that is memory which the activations needed before.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,28 +31,43 @@ class _Sink:
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
-        self.is_stale = False  # .grad still holds the step before
+        self.is_stale = False  # .grad still holds the step before, or has been released
+        self.is_released = False  # .grad is None, and the next step makes it anew
         self._hook = parameter.register_hook(self._before_autograd)
 
     def _before_autograd(self, grad: Tensor | None) -> None:
         if grad is not None:
             self.settle()
 
+    def release(self) -> None:
+        """Let go of the tensor until the next step writes one."""
+        self.parameter.grad, self.is_released = None, True
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.is_stale = self.is_released or self.parameter.grad is not None
+        self.is_released = False
+
     @torch.no_grad()
     def settle(self) -> None:
         """Zero what is left of the step before, if nothing has overwritten it."""
-        if self.is_stale and self.parameter.grad is not None:
+        if self.is_stale:
             with working_for(self.parameter):
+                if self.parameter.grad is None:
+                    self.parameter.grad = self._empty()
                 self.parameter.grad.zero_()
         self.is_stale = False
+
+    def _empty(self) -> Tensor:
+        return torch.empty_like(self.parameter, memory_format=torch.contiguous_format)
 
     @torch.no_grad()
     def write(self, compute: Compute, add_to: AddTo | None) -> None:
         """Overwrite or add."""
         grad, overwrites = self.parameter.grad, self.is_stale
         if grad is None:
-            grad = self.parameter.grad = torch.empty_like(self.parameter, memory_format=torch.contiguous_format)
-            overwrites = True
+            grad, overwrites = self._empty(), True
+            self.parameter.grad = grad
         elif overwrites and not grad.is_contiguous():
             self.settle()
             overwrites = False
@@ -77,7 +95,7 @@ class GradientSinks:
     def active(self) -> Iterator[None]:
         """One step: gradients written inside the block replace those of the step before."""
         for sink in self._sinks.values():
-            sink.is_stale = sink.parameter.grad is not None
+            sink.begin()
         previous, GradientSinks._active = GradientSinks._active, self
         try:
             yield
@@ -102,6 +120,15 @@ class GradientSinks:
         if found is None:
             found = self._sinks[parameter] = _Sink(parameter)
         return found
+
+    def release(self, parameter: nn.Parameter) -> None:
+        """Let go of the ``.grad`` of a parameter of these sinks: the next step makes a new one, of zeros if nothing writes it."""
+        self._sinks[parameter].release()
+
+    def forget(self, parameter: nn.Parameter) -> None:
+        """The parameter has no gradient any more: none is made in place of a released one."""
+        if parameter in self._sinks:
+            self._sinks[parameter].is_released = False
 
     def close(self) -> None:
         """Take the hooks off the parameters."""

@@ -40,23 +40,49 @@ class RngSnapshot:
 
 
 @dataclass(frozen=True)
+class _GradSnapshot:
+    """One parameter's gradient: the tensor, unless the step may make another one, and a copy of its values."""
+
+    parameter: nn.Parameter
+    tensor: Tensor | None
+    values: Tensor | None  # None: there was no gradient
+
+    @classmethod
+    def take(cls, parameter: nn.Parameter, *, holds_tensor: bool, on_host: bool) -> "_GradSnapshot":
+        grad = parameter.grad
+        if grad is None:
+            return cls(parameter, None, None)
+        return cls(parameter, grad if holds_tensor else None, _copy(grad, on_host))
+
+    def restore(self) -> None:
+        """Into the tensor that was kept, else into the one there is now: a graph captured meanwhile may know it."""
+        if self.values is None:
+            self.parameter.grad = None
+            return
+        tensor = self.parameter.grad if self.tensor is None else self.tensor
+        self.parameter.grad = self.values.to(self.parameter.device) if tensor is None else tensor.copy_(self.values)
+
+
+@dataclass(frozen=True)
 class ModelSnapshot:
     """Parameters, buffers, gradients and training flags, restored in place."""
 
     values: list[tuple[Tensor, Tensor]]
     buffers: list[tuple[nn.Module, str, Tensor | None]]
-    grads: list[tuple[Tensor, Tensor | None, Tensor | None]]
+    grads: list[_GradSnapshot]
     is_training: list[tuple[nn.Module, bool]]
 
     @classmethod
     @torch.no_grad()
-    def take(cls, model: nn.Module, parameters: Iterable[nn.Parameter], *, on_host: bool = False) -> "ModelSnapshot":
+    def take(
+        cls, model: nn.Module, parameters: Iterable[nn.Parameter], *, on_host: bool = False, holds_grads: bool = True
+    ) -> "ModelSnapshot":
         parameters = list({id(p): p for p in [*parameters, *model.parameters()]}.values())
         tensors = [*parameters, *model.buffers()]
         return cls(
             values=[(x, _copy(x, on_host)) for x in tensors],
             buffers=[(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()],
-            grads=[(p, p.grad, None if p.grad is None else _copy(p.grad, on_host)) for p in parameters],
+            grads=[_GradSnapshot.take(p, holds_tensor=holds_grads, on_host=on_host) for p in parameters],
             is_training=[(module, module.training) for module in model.modules()],
         )
 
@@ -67,10 +93,8 @@ class ModelSnapshot:
             module._buffers[name] = buffer
         for x, value in self.values:
             x.copy_(value)
-        for p, grad, value in self.grads:
-            if grad is not None and value is not None:
-                grad.copy_(value)
-            p.grad = grad
+        for grad in self.grads:
+            grad.restore()
         for module, flag in self.is_training:
             module.training = flag
 
@@ -138,6 +162,7 @@ class StepSnapshot:
         *,
         with_optimizer_values: bool = True,
         on_host: bool = False,
+        holds_grads: bool = True,
     ) -> "StepSnapshot":
         """Copy everything now.
 
@@ -145,9 +170,11 @@ class StepSnapshot:
             with_optimizer_values: also copy the optimizer's state tensors; not needed where only the last thing a step
                 does can change them.
             on_host: copy to the host, which is slower and takes no device memory.
+            holds_grads: put gradients back into the tensors they are in now, which keeps those alive; else into those there
+                are then.
         """
         return cls(
-            ModelSnapshot.take(model, parameters, on_host=on_host),
+            ModelSnapshot.take(model, parameters, on_host=on_host, holds_grads=holds_grads),
             (optimizer, OptimizerSnapshot.take(optimizer, with_values=with_optimizer_values, on_host=on_host)),
             [(state, state.snapshot()) for state in states],
             RngSnapshot.take(device),

@@ -53,7 +53,7 @@ class StepResult:
 
 
 class Gradients:
-    """The ``.grad`` tensors of a step: made by the first backward, zeroed in place ever after.
+    """The ``.grad`` tensors of a step: made by the first backward, zeroed in place ever after, but for `release`.
 
     Args:
         named: the parameters that may get a gradient, by name.
@@ -63,7 +63,13 @@ class Gradients:
         self.named = named
         self.owned: dict[str, Tensor] = {}
         self.sinks = GradientSinks()
+        self._released: list[str] = []  # owned, and made anew by the next step
         self._closed_reason: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters that have a gradient, or had one and get it back in the next step."""
+        return [*self.owned, *self._released]
 
     @contextmanager
     def closed(self, reason: str) -> Iterator[None]:
@@ -93,6 +99,33 @@ class Gradients:
                 )
             named[name].grad = owned
 
+    def release(self) -> None:
+        """Free the tensors that the next step overwrites: it makes new ones, where its backward first writes them.
+
+        In a captured step that is in the graph's pool, from memory that activations have left. After a step that failed it
+        frees what that one has made.
+        """
+        self._released = [name for name in self.names if self.named[name] in self.sinks]
+        for name in self._released:
+            self.owned.pop(name, None)
+            self.sinks.release(self.named[name])
+
+    def restore(self, owned: dict[str, Tensor | None]) -> None:
+        """Own what was owned; None stands for a tensor that may have been released since, with its values in ``.grad`` again."""
+        self._released = []
+        self.owned.clear()
+        for name, grad in owned.items():
+            found = self.named[name].grad if grad is None else grad
+            assert found is not None
+            self.owned[name] = found
+
+    def forget(self, name: str) -> None:
+        """The parameter has no gradient from now on."""
+        self.owned.pop(name, None)
+        self._released = [other for other in self._released if other != name]
+        self.sinks.forget(self.named[name])
+        self.named[name].grad = None
+
     def adopt(self) -> None:
         """Own the ``.grad`` tensors that exist now.
 
@@ -102,11 +135,12 @@ class Gradients:
         """
         for name, p in self.named.items():
             if p.grad is not None and name not in self.owned:
-                if self._closed_reason is not None:
+                if self._closed_reason is not None and name not in self._released:
                     raise CaptureError(f"{name} got its first gradient {self._closed_reason}")
                 if p.grad.layout is not torch.strided:
                     raise GraphrtError(f"{name}.grad is {p.grad.layout}, which is not supported. Use dense gradients (sparse=False).")
                 self.owned[name] = p.grad
+        self._released = []
 
     def zero(self) -> None:
         """Zero the owned tensors in place, but for those that the step overwrites; drop what a backward of the user's left."""

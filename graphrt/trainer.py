@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +36,16 @@ __all__ = ["Trainer"]
 logger = logging.getLogger("graphrt")
 
 _MODES = ("auto", "graph", "eager")
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """What a step may change besides what a `StepSnapshot` holds."""
+
+    steps_taken: int
+    num_skipped: Tensor
+    should_calibrate: bool
+    owned: dict[str, Tensor | None]  # gradients; None for one whose tensor the snapshot does not hold
 
 
 class Trainer:
@@ -95,7 +106,7 @@ class Trainer:
         self._max_grad_norm: float | None = None
         self._body = self._make_body()
         self._eager = EagerRunner(self._body)
-        self._captured = self.make_captured() if self.mode == "graph" else None
+        self._captured = self.make_captured(has_own_gradients=True) if self.mode == "graph" else None
         self.max_grad_norm = max_grad_norm
 
     def _choose_mode(self, mode: str) -> str:
@@ -117,14 +128,20 @@ class Trainer:
             surroundings=self._surroundings,
         )
 
-    def make_captured(self) -> CapturedRunner:
-        """A runner for captured steps of this trainer's body, with graphs of its own."""
+    def make_captured(self, *, has_own_gradients: bool = False) -> CapturedRunner:
+        """A runner for captured steps of this trainer's body, with graphs of its own.
+
+        Args:
+            has_own_gradients: its first graph makes new ``.grad`` tensors, in its pool. One beside the trainer's own writes to
+                those that are there.
+        """
         return CapturedRunner(
             self._body,
             self.device,
             num_microbatches=self.grad_accum_steps,
             num_warmup_steps=self.warmup_steps,
             max_graphs=self.max_graphs,
+            has_own_gradients=has_own_gradients,
         )
 
     @contextmanager
@@ -219,7 +236,8 @@ class Trainer:
         try:
             with_values = not self._body.optimizer.is_in_step or graph.is_checked_afterwards
             # A few steps only, but at the memory peak of the run: their copies go to the host.
-            with self._atomic(with_optimizer_values=with_values, on_host=graph.phase is not Phase.REPLAY):
+            is_before_replays = graph.phase is not Phase.REPLAY
+            with self._atomic(with_optimizer_values=with_values, on_host=is_before_replays, holds_grads=not runner.makes_gradients):
                 self._prepare(batches.split(self._to_device(batch), self.grad_accum_steps))
                 result = runner.step(graph, batch)
                 self._body.finish(result)
@@ -253,10 +271,11 @@ class Trainer:
         return batches.map_tensors(lambda x: x.to(self.device, non_blocking=True), batches.plain(batch))
 
     @contextmanager
-    def _atomic(self, *, with_optimizer_values: bool, on_host: bool = False) -> Iterator[None]:
+    def _atomic(self, *, with_optimizer_values: bool, on_host: bool = False, holds_grads: bool = True) -> Iterator[None]:
         """Put everything back if the block raises."""
         with SNAPSHOT:
-            snapshot, counts = self.snapshot(with_optimizer_values=with_optimizer_values, on_host=on_host), self.save_counts()
+            snapshot = self.snapshot(with_optimizer_values=with_optimizer_values, on_host=on_host, holds_grads=holds_grads)
+            counts = self.save_counts(holds_grads=holds_grads)
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         try:
             yield
@@ -268,8 +287,8 @@ class Trainer:
             self.restore_counts(counts)
             raise
 
-    def snapshot(self, *, with_optimizer_values: bool = True, on_host: bool = False) -> StepSnapshot:
-        """A copy of everything a step may change, on the device or the host."""
+    def snapshot(self, *, with_optimizer_values: bool = True, on_host: bool = False, holds_grads: bool = True) -> StepSnapshot:
+        """A copy of everything a step may change, on the device or the host; see `StepSnapshot.take`."""
         return StepSnapshot.take(
             self.model,
             self.named_parameters.values(),
@@ -278,6 +297,7 @@ class Trainer:
             self.device,
             with_optimizer_values=with_optimizer_values,
             on_host=on_host,
+            holds_grads=holds_grads,
         )
 
     @contextmanager
@@ -290,14 +310,16 @@ class Trainer:
             before.restore()
             self.restore_counts(counts)
 
-    def save_counts(self) -> tuple[int, Tensor, bool, dict[str, Tensor]]:
+    def save_counts(self, *, holds_grads: bool = True) -> "_Counts":
         """What a snapshot does not hold: counts, and which gradients the trainer owns."""
-        return self.steps_taken, self._body.num_skipped.clone(), self._should_calibrate, dict(self._body.gradients.owned)
+        owned = {name: grad if holds_grads else None for name, grad in self._body.gradients.owned.items()}
+        return _Counts(self.steps_taken, self._body.num_skipped.clone(), self._should_calibrate, owned)
 
-    def restore_counts(self, counts: tuple[int, Tensor, bool, dict[str, Tensor]]) -> None:
-        """Put back what `save_counts` returned."""
-        self.steps_taken, num_skipped, self._should_calibrate, self._body.gradients.owned = counts
-        self._body.num_skipped.copy_(num_skipped)
+    def restore_counts(self, counts: "_Counts") -> None:
+        """Put back what `save_counts` returned, after the snapshot taken with it."""
+        self.steps_taken, self._should_calibrate = counts.steps_taken, counts.should_calibrate
+        self._body.gradients.restore(counts.owned)
+        self._body.num_skipped.copy_(counts.num_skipped)
 
     def _calibrate_once(self, microbatches: list[Any]) -> None:
         """Scales from a pass in high precision, everything else as before; only for a state that never updated."""

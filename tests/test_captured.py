@@ -458,6 +458,125 @@ def test_static_addresses_stay_from_step_to_step(device: torch.device) -> None:
 # -- gradients
 
 
+def sunk(trainer: graphrt.Trainer) -> list[nn.Parameter]:
+    """The parameters whose gradients the step overwrites, which is why it may make them anew."""
+    found = [p for p in trainer.model.parameters() if p in trainer._body.gradients.sinks]
+    assert found
+    return found
+
+
+def test_until_the_capture_each_step_makes_the_gradients_it_overwrites(device: torch.device) -> None:
+    with make_trainer("graph", device) as trainer:
+        seen: list[list[Tensor | None]] = []
+        for batch in token_batches(5):
+            trainer.step(batch)
+            seen.append([p.grad for p in sunk(trainer)])
+        first, second, captured, *replayed = seen
+        assert all(one is not other for one, other in zip(first, second, strict=True))
+        assert all(one is not other for one, other in zip(second, captured, strict=True))
+        assert all(one is other for later in replayed for one, other in zip(captured, later, strict=True))
+
+
+def test_recapture_and_close_free_the_gradients_that_are_in_the_pool(device: torch.device) -> None:
+    with make_trainer("eager", device) as trainer:
+        expected = run(trainer, token_batches(12))
+    with make_trainer("graph", device) as trainer:
+        actual = run(trainer, token_batches(12)[:5])
+        trainer.recapture()
+        parameters = sunk(trainer)
+        assert all(p.grad is None for p in parameters)
+        with trainer.eager():
+            actual += run(trainer, token_batches(12)[5:6])
+        actual += run(trainer, token_batches(12)[6:])
+        assert all(p.grad is not None for p in parameters)
+    assert all(p.grad is None for p in parameters)
+    assert_same_trajectory(actual, expected)
+
+
+class SometimesModel(TokenModel):
+    """A layer that only the first forward uses, so that its gradient is made once and zero ever after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(16, 16, bias=False)
+        self.num_forwards = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.num_forwards += 1
+        hidden = self.head.weight.new_ones(16, 16)
+        used = self.extra(hidden).mean() if self.num_forwards == 1 else 0.0
+        return super().forward(tokens) + used
+
+
+def test_a_released_gradient_that_the_step_does_not_write_is_zero(device: torch.device) -> None:
+    with make_trainer("eager", device, model=SometimesModel, calibrate=False) as trainer:
+        expected = run(trainer, token_batches(6))
+        assert trainer.model.extra.weight.grad.count_nonzero() == 0
+    with make_trainer("graph", device, model=SometimesModel, calibrate=False) as trainer:
+        actual = run(trainer, token_batches(6))
+        assert any(p is trainer.model.extra.weight for p in sunk(trainer))
+        assert trainer.model.extra.weight.grad.count_nonzero() == 0
+    assert_same_trajectory(actual, expected)
+
+
+def test_a_failed_warmup_step_gives_released_gradients_back(device: torch.device) -> None:
+    def broken(model: nn.Module, batch: Any) -> Any:
+        loss, metrics = token_loss(model, batch)
+        if is_broken:
+            loss.register_hook(raise_broken)
+        return loss, metrics
+
+    is_broken = False
+    with make_trainer("graph", device, loss_fn=broken) as trainer:
+        run(trainer, token_batches(1))
+        before = [p.grad.clone() for p in sunk(trainer)]
+        is_broken = True
+        with pytest.raises(ZeroDivisionError):
+            trainer.step(token_batch(1))
+        is_broken = False
+        assert all(torch.equal(p.grad, grad) for p, grad in zip(sunk(trainer), before, strict=True))
+        run(trainer, token_batches(4))
+
+
+def raise_broken(_grad: Tensor) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.gpu
+def test_gradients_of_a_captured_step_take_memory_that_activations_have_left() -> None:
+    """Peak memory beyond the parameters and moments is less than gradients and activations together."""
+    device, width, rows = torch.device("cuda", 0), 1024, 8192
+
+    def run_steps(has_own_gradients: bool) -> tuple[int, list[int]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width, bias=False), nn.GELU()) for _ in range(16))).to(device)
+        graphrt.convert_to_float8_training(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        with graphrt.Trainer(model, optimizer, lambda model, x: model(x).square().mean(), mode="graph") as trainer:
+            assert trainer._captured is not None
+            trainer._captured._has_own_gradients = has_own_gradients
+            for _ in range(4):
+                trainer.step(torch.randn(rows, width, device=device))
+            assert trainer._captured.stats.num_graphs == 1
+            pools = [segment["segment_pool_id"] for p in model.parameters() for segment in segments() if holds(segment, p.grad)]
+            assert len(pools) == 16
+            return trainer._captured.stats.pool_bytes_after - trainer._captured.stats.pool_bytes_before, pools
+
+    def segments() -> list[dict[str, Any]]:
+        return torch.cuda.memory_snapshot()
+
+    def holds(segment: dict[str, Any], x: Tensor | None) -> bool:
+        assert x is not None
+        return segment["address"] <= x.data_ptr() < segment["address"] + segment["total_size"]
+
+    with_own, own_pools = run_steps(True)
+    without, other_pools = run_steps(False)
+    assert all(pool != (0, 0) for pool in own_pools)
+    assert all(pool == (0, 0) for pool in other_pools)
+    num_gradient_bytes = 16 * width * width * 4
+    assert with_own < without + num_gradient_bytes // 2
+
+
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 def test_zeroed_and_removed_gradients_are_attached_again(device: torch.device, mode: str) -> None:
     def remove(trainer: graphrt.Trainer, step: int) -> None:

@@ -70,6 +70,7 @@ class StepGraph:
         self.microbatches = batches.split(self.inputs.batch, runner.num_microbatches)
         self.weights = StepWeights(runner.weights)
         self.num_warmups = 0
+        self.made_gradients = False  # in the last warmup step
         self.results: StaticResults | None = None
         self.observation: Recording | None = None
         self.rng_trace = RngTrace()
@@ -82,7 +83,9 @@ class StepGraph:
         """What the next step of this shape is."""
         if self.graph is not None:
             return Phase.REPLAY
-        return Phase.CAPTURE if self.num_warmups >= self.runner.num_warmup_steps else Phase.WARMUP
+        # If another shape was captured meanwhile, its gradients stay: one more warmup step, to compare the capture with.
+        is_warm = self.num_warmups >= self.runner.num_warmup_steps and self.made_gradients == self.runner.makes_gradients
+        return Phase.CAPTURE if is_warm else Phase.WARMUP
 
     @property
     def is_checked_afterwards(self) -> bool:
@@ -99,12 +102,14 @@ class StepGraph:
     def warm_up(self, batch: Any) -> StepResult:
         """One real step, eagerly, on the capture stream; the last one is observed operation by operation."""
         self.copy_inputs(batch)
-        owned = self.runner.body.gradients.owned
-        num_gradients = len(owned)
+        gradients = self.runner.body.gradients
+        num_gradients = len(gradients.names)
+        self.made_gradients = self.runner.makes_gradients
+        self.runner.release_gradients()
         with WARMUP, self.runner.refusing_new_gradients(), self.runner.on_capture_stream(), self.runner.measuring_peak():
             result = self._observe() if self.is_last_warmup and self.runner.can_observe else self.run_captured()
         if self.is_last_warmup:
-            if self.num_warmups and len(owned) != num_gradients:
+            if self.num_warmups and len(gradients.names) != num_gradients:
                 # A step that brings a first gradient zeroes others than those after it: it is no model for the capture.
                 return result
             self.settings = Fingerprint(self.runner.body)
@@ -192,6 +197,13 @@ class StepGraph:
         with RESULTS:
             return self.results.read()
 
+    def drop_graph(self) -> None:
+        """Free a graph that must not be replayed."""
+        if self.graph is not None:
+            self.graph.close()
+            self.graph = None
+        self.weights.drop_table()
+
     def close(self) -> None:
         """Free the graph and everything it wrote to."""
         if self.graph is not None:
@@ -210,11 +222,23 @@ class CapturedRunner:
         num_microbatches: parts a batch is split into.
         num_warmup_steps: real eager steps before a capture.
         max_graphs: batch shapes that get a graph.
+        has_own_gradients: the first graph makes the ``.grad`` tensors that the step overwrites, in the pool, from memory
+            that activations have left; they stay for later graphs. Else it writes to those that are there.
     """
 
-    def __init__(self, body: StepBody, device: torch.device, *, num_microbatches: int, num_warmup_steps: int, max_graphs: int) -> None:
+    def __init__(
+        self,
+        body: StepBody,
+        device: torch.device,
+        *,
+        num_microbatches: int,
+        num_warmup_steps: int,
+        max_graphs: int,
+        has_own_gradients: bool = False,
+    ) -> None:
         self.body, self.device = body, device
         self.num_microbatches, self.num_warmup_steps, self.max_graphs = num_microbatches, num_warmup_steps, max_graphs
+        self._has_own_gradients = has_own_gradients
         self.stats = CaptureStats()
         self.is_cuda = device.type == "cuda"
         self._stream = capture_stream(device) if self.is_cuda else None
@@ -297,23 +321,13 @@ class CapturedRunner:
         start = time.perf_counter()
         if graph.settings is not None:
             graph.settings.check_settings()
-        capture_on = self._capture_cuda if self.is_cuda else self._capture_cpu
-        with (
-            CAPTURE,
-            graph.weights.batched(),
-            self.body.gradients.closed(
-                f"in the step that was captured, after {self.num_warmup_steps} warmup steps without one. "
-                "Raise warmup_steps, or make every step use it."
-            ),
-        ):
-            graph.graph, observation = capture_on(graph)
+        self.release_gradients()
         try:
-            self._check_capture(graph, observation)
-            graph.weights.check()
+            with self.body.optimizer.tables.capturing():
+                self._make_graph(graph)
         except BaseException:
-            graph.graph.close()
-            graph.graph = None
-            graph.weights.drop_table()
+            graph.drop_graph()
+            self.release_gradients()
             raise
         self._fingerprint = Fingerprint(self.body)
         self.stats.num_graphs += 1
@@ -324,6 +338,20 @@ class CapturedRunner:
             return graph.launch()
         assert graph.results is not None
         return graph.results.read()
+
+    def _make_graph(self, graph: StepGraph) -> None:
+        capture_on = self._capture_cuda if self.is_cuda else self._capture_cpu
+        with (
+            CAPTURE,
+            graph.weights.batched(),
+            self.body.gradients.closed(
+                f"in the step that was captured, after {self.num_warmup_steps} warmup steps without one. "
+                "Raise warmup_steps, or make every step use it."
+            ),
+        ):
+            graph.graph, observation = capture_on(graph)
+        self._check_capture(graph, observation)
+        graph.weights.check()
 
     def _capture_cuda(self, graph: StepGraph) -> tuple[_Replayable, Recording | None]:
         assert self._stream is not None
@@ -389,6 +417,17 @@ class CapturedRunner:
 
     # -- surroundings
 
+    @property
+    def makes_gradients(self) -> bool:
+        """Whether the next warmup step or capture makes new ``.grad`` tensors: no graph knows the ones there are."""
+        return self._has_own_gradients and not self.is_captured
+
+    def release_gradients(self) -> None:
+        """Free the ``.grad`` tensors that the next step makes anew."""
+        if self.makes_gradients:
+            self.body.gradients.release()
+            self.body.optimizer.tables.forget_captures()
+
     def refusing_new_gradients(self) -> AbstractContextManager[None]:
         """Once a graph exists, a warmup of another shape brings no gradient that the graph knows nothing of."""
         if not self.is_captured:
@@ -445,7 +484,9 @@ class CapturedRunner:
             )
 
     def close(self) -> None:
-        """Free all graphs, static inputs and FP8 weights; a second call does nothing."""
+        """Free all graphs, static inputs and FP8 weights, and gradients in the graphs' pool; a second call does nothing."""
+        if self._has_own_gradients and self.is_captured:
+            self.body.gradients.release()
         for graph in self._graphs.values():
             graph.close()
         self._graphs.clear()

@@ -1,6 +1,7 @@
 """Lists of tensors as the kernels of :mod:`graphrt.kernels.multi_tensor` read them: a table of addresses on the device."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -39,7 +40,8 @@ class TensorTable:
     """Parallel lists of tensors, in the form the kernels want. It holds the tensors.
 
     Their addresses must stay: a ``.data`` that is replaced is not followed (see :meth:`holds`). Two launches with one table
-    must not run at the same time: they share its intermediate memory.
+    must not run at the same time: they share its intermediate memory. What the kernels read stays where it is for the
+    table's life, also when it is made to hold other tensors.
 
     Args:
         columns: lists of equal length, one or more, not empty; fp32, bf16 or fp16. A row has one shape and the same
@@ -71,6 +73,26 @@ class TensorTable:
         """Whether ``columns`` have this table's addresses, sizes and dtypes."""
         return self._key == _key(columns)
 
+    def fits(self, *columns: Sequence[Tensor]) -> bool:
+        """Whether ``columns`` have this table's sizes and dtypes, at whatever addresses."""
+        return _form(self._key) == _form(_key(columns))
+
+    def hold(self, *columns: Sequence[Tensor]) -> None:
+        """Hold ``columns``, which fit, instead. Kernels must not run with the table before :meth:`write`.
+
+        Raises:
+            ValueError: as the constructor.
+        """
+        _check_columns(columns)
+        self.columns = tuple(tuple(column) for column in columns)
+        self._key = _key(columns)
+
+    def write(self) -> None:
+        """Tell the device what the table holds, on the current stream, without a sync."""
+        if self.device.type == "cuda":
+            with _disable_current_modes():
+                self.on_device.words.copy_(upload(self._words(), self.device))
+
     @cached_property
     def on_device(self) -> _DeviceTable:
         """The table in the device's memory; made without a sync."""
@@ -79,31 +101,38 @@ class TensorTable:
             return self._put_on_device()
 
     def _put_on_device(self) -> _DeviceTable:
-        first = self.columns[0]
-        chunks = block_map([-(-x.numel() // _CHUNK) for x in first])
-        pointers = np.array([[x.data_ptr() for x in column] for column in self.columns], dtype=np.int64)
-        sizes = np.array([x.numel() for x in first], dtype=np.int64)
-        codes = np.array([_DTYPE_CODES[x.dtype] for x in first], dtype=np.int64)
-        words = upload(np.concatenate([pointers.ravel(), sizes, codes, chunks]), self.device)
-        start = words.data_ptr()
+        words = upload(self._words(), self.device)
+        num_before_chunks = (len(self.columns) + 2) * self.num_rows
+        starts = (0, len(self.columns) * self.num_rows, (len(self.columns) + 1) * self.num_rows, num_before_chunks)
+        first, second, third, fourth = (words.data_ptr() + start * words.element_size() for start in starts)
         return _DeviceTable(
             words=words,
-            addresses=(start, start + pointers.nbytes, start + pointers.nbytes + sizes.nbytes, start + pointers.nbytes + 2 * sizes.nbytes),
+            addresses=(first, second, third, fourth),
             scalars=torch.zeros(_SHARED_SCALARS + 2 * self.num_rows, dtype=torch.float32, device=self.device),
             partials=torch.zeros(1 + NUM_NORM_BLOCKS, dtype=torch.float64, device=self.device),
-            num_chunks=len(chunks),
+            num_chunks=len(words) - num_before_chunks,
         )
+
+    def _words(self) -> np.ndarray:
+        """Addresses column by column, sizes, dtype codes, and what each block works on."""
+        first = self.columns[0]
+        pointers = [x.data_ptr() for column in self.columns for x in column]
+        sizes, codes = [x.numel() for x in first], [_DTYPE_CODES[x.dtype] for x in first]
+        chunks = block_map([-(-size // _CHUNK) for size in sizes])
+        return np.concatenate([np.array([*pointers, *sizes, *codes], dtype=np.int64), chunks])
 
 
 class TableCache:
     """The tables of a step body that is issued anew each time, one a slot, made again when an address changed.
 
-    A table used under capture stays until :meth:`clear`: the graph reads it at every replay.
+    A table used under capture stays until :meth:`clear`: the graph reads it at every replay. If the step being captured has
+    made tensors of its own, the table is written after the capture, in the memory it has from the last eager step.
     """
 
     def __init__(self) -> None:
         self._tables: dict[Hashable, TensorTable] = {}
         self._captured: list[TensorTable] = []
+        self._unwritten: dict[Hashable, TensorTable] = {}
 
     def get(self, slot: Hashable, *columns: Sequence[Tensor]) -> TensorTable:
         """The table of ``columns``, new only if the slot's last one has other tensors.
@@ -114,17 +143,48 @@ class TableCache:
         """
         table = self._tables.get(slot)
         is_current = table is not None and table.holds(*columns)
-        is_capturing = _is_under_capture(columns)
-        if is_capturing and not is_current:
-            raise GraphrtError(
-                f"The tensors of table {slot!r} are not those of the last eager step, and a capture cannot make a table for them. "
-                "Run an eager step on the same tensors first."
-            )
+        if _is_under_capture(columns):
+            return self._get_for_capture(slot, table, is_current, columns)
         if table is None or not is_current:
             table = self._tables[slot] = TensorTable(*columns)
-        if is_capturing and not any(table is captured for captured in self._captured):
+        return table
+
+    def _get_for_capture(
+        self, slot: Hashable, table: TensorTable | None, is_current: bool, columns: Sequence[Sequence[Tensor]]
+    ) -> TensorTable:
+        is_captured = any(table is captured for captured in self._captured)
+        if table is None or not (is_current or (table.fits(*columns) and not is_captured)):
+            raise GraphrtError(
+                f"The tensors of table {slot!r} are not like those of the last eager step, and a capture cannot make a table for them. "
+                "Run an eager step on such tensors first."
+            )
+        if not is_current:
+            table.hold(*columns)
+            self._unwritten[slot] = table
+        if not is_captured:
             self._captured.append(table)
         return table
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Surrounds a capture: what it left unwritten is written at its end, or dropped if it fails."""
+        before = list(self._captured)
+        try:
+            yield
+        except BaseException:
+            self._captured = before
+            for slot in self._unwritten:
+                del self._tables[slot]
+            raise
+        else:
+            for table in self._unwritten.values():
+                table.write()
+        finally:
+            self._unwritten.clear()
+
+    def forget_captures(self) -> None:
+        """No graph captured so far will be replayed any more: its tables may be written anew."""
+        self._captured.clear()
 
     def clear(self) -> None:
         """Drop all tables. No graph captured with one may be replayed any more."""
@@ -150,8 +210,16 @@ def block_map(num_blocks: Sequence[int]) -> np.ndarray:
     return rows << 32 | np.arange(len(rows), dtype=np.int64) - starts
 
 
-def _key(columns: Sequence[Sequence[Tensor]]) -> list[list[tuple[int, int, torch.dtype]]]:
+_Key = list[list[tuple[int, int, torch.dtype]]]
+
+
+def _key(columns: Sequence[Sequence[Tensor]]) -> _Key:
     return [[(x.data_ptr(), x.numel(), x.dtype) for x in column] for column in columns]
+
+
+def _form(key: _Key) -> list[list[tuple[int, torch.dtype]]]:
+    """A key without its addresses."""
+    return [[(size, dtype) for _, size, dtype in column] for column in key]
 
 
 def _check_columns(columns: Sequence[Sequence[Tensor]]) -> None:

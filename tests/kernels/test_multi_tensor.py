@@ -246,17 +246,61 @@ def test_cache_keeps_a_table_until_an_address_changes():
     assert other.columns[2][0] is problem.columns[2][0]
 
 
-def test_cache_refuses_a_new_table_under_capture(monkeypatch):
+def test_cache_refuses_under_capture_what_no_eager_step_has_shown(monkeypatch):
     x = torch.zeros(3)
     cache = TableCache()
     table = cache.get(0, [x])
     monkeypatch.setattr(tensor_table, "_is_under_capture", lambda columns: True)
     assert cache.get(0, [x]) is table
-    with pytest.raises(GraphrtError, match=r"table 0 are not those of the last eager step"):
-        cache.get(0, [torch.zeros(3)])
-    assert cache._captured == [table]
+    for slot, columns in ((0, [torch.zeros(4)]), (0, [x.bfloat16()]), (0, [x, x]), (1, [x])):
+        with pytest.raises(GraphrtError, match=rf"table {slot} are not like those of the last eager step"):
+            cache.get(slot, columns)
     cache.clear()
     assert not cache._tables
+    assert not cache._captured
+
+
+def test_a_table_of_tensors_made_in_a_capture_is_written_at_its_end(monkeypatch):
+    written = []
+    monkeypatch.setattr(TensorTable, "write", lambda table: written.append(table))
+    cache = TableCache()
+    table, old, new = cache.get(0, [torch.zeros(3)]), torch.zeros(5), torch.ones(3)
+    unchanged = cache.get(1, [old])
+    with monkeypatch.context() as patch, cache.capturing():
+        patch.setattr(tensor_table, "_is_under_capture", lambda columns: True)
+        assert cache.get(0, [new]) is table
+        assert cache.get(1, [old]) is unchanged
+        assert table.columns == ((new,),)
+        assert not written
+    assert written == [table]
+    assert cache.get(0, [new]) is table
+
+    # The graph that was captured reads the table, so no other capture may have it hold other tensors.
+    with monkeypatch.context() as patch:
+        patch.setattr(tensor_table, "_is_under_capture", lambda columns: True)
+        with pytest.raises(GraphrtError, match="table 0"):
+            cache.get(0, [torch.zeros(3)])
+        cache.forget_captures()
+        assert cache.get(0, [torch.zeros(3)]) is table
+
+
+def test_a_failed_capture_leaves_no_table_that_was_not_written(monkeypatch):
+    cache = TableCache()
+    first, x = cache.get(0, [torch.zeros(3)]), torch.zeros(5)
+    unchanged = cache.get(1, [x])
+    new = torch.ones(3)
+
+    def fail_in_a_capture() -> None:
+        with monkeypatch.context() as patch, cache.capturing():
+            patch.setattr(tensor_table, "_is_under_capture", lambda columns: True)
+            cache.get(0, [new])
+            cache.get(1, [x])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_in_a_capture()
+    assert cache.get(0, [new]) is not first
+    assert cache.get(1, [x]) is unchanged
     assert not cache._captured
 
 
@@ -492,6 +536,39 @@ def test_gpu_replays_follow_the_values_on_the_device():
         take_step(expected, norm=lambda table, out: None)
         assert_same(actual, expected)
     assert [int(count) for count in actual.steps] == [5] * len(GPU_SIZES)
+
+
+@pytest.mark.gpu
+def test_gpu_graph_updates_by_gradients_that_it_makes():
+    """Gradients allocated inside the capture: the tables that the kernels read are written when it has ended."""
+    expected = make_problem(GPU_SIZES)
+    actual = expected.clone("cuda")
+    params, grads, *moments = actual.columns
+    sources = [grad.clone() for grad in grads]
+    cache = TableCache()
+
+    def step() -> None:
+        made = [source * 2 for source in sources]
+        grad_norm(cache.get("grads", made), actual.scalars["grad_norm"])
+        tables = cache.get("group", params, made, *moments), cache.get("steps", actual.steps)
+        adamw_(*tables, **actual.scalars, beta1=0.9, beta2=0.999, eps=1e-8)
+
+    preload()
+    sources[4][0] = float("nan")
+    step()  # makes the tables, changes nothing
+    sources[4][0] = grads[4][0]
+    graph = torch.cuda.CUDAGraph()
+    with cache.capturing(), torch.cuda.graph(graph):
+        step()
+    for _ in range(3):
+        graph.replay()
+        for grad, source in zip(expected.columns[1], sources, strict=True):
+            grad.copy_(source * 2)
+        expected.scalars["grad_norm"].copy_(actual.scalars["grad_norm"])
+        take_step(expected, norm=lambda table, out: None)
+    for mine, theirs in zip((params, *moments), (expected.columns[0], *expected.columns[2:]), strict=True):
+        for x, y in zip(mine, theirs, strict=True):
+            assert torch.equal(x.cpu(), y)
 
 
 @pytest.mark.gpu
