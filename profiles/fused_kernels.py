@@ -14,7 +14,7 @@ from kernels import E4M3, E5M2, NUM_LAUNCHES, Row, measure_copy, measure_us, num
 from graphrt.kernels import preload
 from graphrt.kernels.norm import rms_norm, rms_norm_backward
 from graphrt.kernels.quantized import QuantizeTo
-from graphrt.kernels.swiglu import swiglu, swiglu_backward
+from graphrt.kernels.swiglu import swiglu, swiglu_backward, swiglu_backward_with_output
 
 ROWS = 8192
 WIDTHS = (768, 2048, 4096)
@@ -86,12 +86,26 @@ def measure_norm(width: int, num_replays: int) -> list[Row]:
     ]
 
 
+def make_swiglu_backward_with_output(features: int, to: QuantizeTo, output_to: QuantizeTo) -> Launch:
+    h, grad = random_bf16(ROWS, 2 * features), random_bf16(ROWS, features)
+    return partial(swiglu_backward_with_output, h, grad, to=to, output_to=output_to)
+
+
 def measure_swiglu(features: int, num_replays: int) -> list[Row]:
     e4m3, e5m2 = make_target(E4M3), make_target(E5M2)
+    rows_only, output_to = make_target(E4M3, transpose=False), e4m3._replace(amax=None)
     return [
+        *measure("swiglu -> e4m3", features, 5, partial(make_swiglu, features, rows_only), num_replays),
         *measure("swiglu -> e4m3+transpose", features, 6, partial(make_swiglu, features, e4m3), num_replays),
         *measure("swiglu -> bf16", features, 6, partial(make_swiglu, features, None), num_replays),
         *measure("swiglu_backward -> e5m2+transpose", features, 10, partial(make_swiglu_backward, features, e5m2), num_replays),
+        *measure(
+            "swiglu_backward -> e5m2+transpose, output transposed",
+            features,
+            11,
+            partial(make_swiglu_backward_with_output, features, e5m2, output_to),
+            num_replays,
+        ),
         *measure("swiglu_backward -> bf16", features, 10, partial(make_swiglu_backward, features, None), num_replays),
     ]
 

@@ -559,6 +559,63 @@ def test_a_node_that_kept_the_logits_is_refused_instead_of_reading_gradients(dev
         loss.backward()
 
 
+# ---- what the feed-forward computes again
+
+
+@pytest.mark.parametrize("is_inside", [True, False], ids=["inside the region", "after it"])
+def test_a_retained_graph_gives_the_composed_layers_gradients_twice(is_inside):
+    """The forward's scales are live until the region exits, and gone after the first backward."""
+
+    def run(layer: Layer) -> list[Tensor]:
+        torch.manual_seed(0)
+        parts = Parts()
+        graphrt.convert_to_float8_training(parts)
+        x = torch.randn(BATCH, TOKENS, WIDTH, requires_grad=True)
+        inputs = [parts.w13.weight, parts.w2.weight]
+
+        def gradients(y: Tensor, *, retain: bool) -> list[Tensor]:
+            return [grad.clone() for grad in torch.autograd.grad(y.square().mean(), inputs, retain_graph=retain)]
+
+        with graphrt.fp8_autocast():
+            y = layer(parts, x, x)[1]
+            first = gradients(y, retain=True) if is_inside else []
+        with graphrt.fp8_autocast():  # the scales move on
+            layer(parts, 30 * x, x)
+        return [*first, *([] if is_inside else gradients(y, retain=True)), *gradients(y, retain=False)]
+
+    for actual, expected in zip(run(fused_ffn), run(composed_ffn), strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_a_gradient_asked_for_later_finds_the_product_again():
+    """The first backward wants no weight gradient, and is the last one that has the scales."""
+
+    def run(layer: Layer) -> Tensor:
+        torch.manual_seed(0)
+        parts = Parts()
+        graphrt.convert_to_float8_training(parts)
+        x = torch.randn(BATCH, TOKENS, WIDTH, requires_grad=True)
+        with graphrt.fp8_autocast():
+            loss = layer(parts, x, x)[1].square().mean()
+        torch.autograd.grad(loss, x, retain_graph=True)
+        return torch.autograd.grad(loss, parts.w2.weight)[0]
+
+    assert torch.equal(run(fused_ffn), run(composed_ffn))
+
+
+def test_the_feed_forward_keeps_no_copy_of_the_product(device):
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    parts = Parts().to(device)
+    graphrt.convert_to_float8_training(parts)
+    x = torch.randn(BATCH, TOKENS, WIDTH, device=device, dtype=dtype, requires_grad=True)
+    with graphrt.fp8_autocast():
+        y = fused_ffn(parts, x, x)[1]
+    assert y.grad_fn is not None
+    kept = [tensor.shape for tensor in y.grad_fn.saved_tensors if tensor is not None and tensor.element_size() == 1]
+    assert (FFN, BATCH * TOKENS) not in kept
+    assert (WIDTH, BATCH * TOKENS) in kept
+
+
 # ---- known gaps
 
 

@@ -1,6 +1,8 @@
 // SwiGLU, forward and backward, over the halves of h = gate | up: out = bf16(silu(gate) * up), and
 // grad_h = bf16(grad * up * silu'(gate)) | bf16(grad * silu(gate)). The bf16 result is stored, or quantized to FP8
-// row-major and, if asked, transposed, with its amax on the way: it never visits memory in bf16 then.
+// row-major and, if asked, transposed, with its amax on the way: it never visits memory in bf16 then. The backward can
+// write the transposed copy of the forward's result as well, in e4m3 and with the scale of then: what the weight gradient
+// reads need not be kept from the forward.
 //
 // Pure memory traffic: a block takes a tile of 128 rows x 64 features, a thread 16 bytes of four neighbouring rows of
 // each input, all loads before the first use. One exponential and one reciprocal a feature, both approximate
@@ -137,11 +139,13 @@ __device__ __forceinline__ void swiglu(const u16* __restrict__ h, void* __restri
     }
 }
 
-template <typename Out>
+// kMakesOutput: the forward's result is computed again, from the same sigmoid.
+template <typename Out, bool kMakesOutput>
 __device__ __forceinline__ void swiglu_backward(const u16* __restrict__ h, const u16* __restrict__ grad_out,
                                                 void* __restrict__ data, u8* __restrict__ transposed,
                                                 const float* scale, const float* scale_inv, float* scale_inv_out,
-                                                int* amax_out, i64 rows, i64 features) {
+                                                int* amax_out, u8* __restrict__ output_transposed,
+                                                const float* output_scale, i64 rows, i64 features) {
     const fp8_tile::Place place = fp8_tile::locate(features);
     const bool is_in_cols = place.col() < features;
     Bytes16 gate[4], up[4], grad[4];
@@ -154,32 +158,44 @@ __device__ __forceinline__ void swiglu_backward(const u16* __restrict__ h, const
         grad[r] = load_or_zero(grad_out, row * features + place.col(), is_inside);
     }
     const Target target = {data, transposed, load_scale<Out>(scale), rows, 2 * features};
-    u32 amax = 0, q_gate[4][2], q_up[4][2];
+    const float output_factor = kMakesOutput ? *output_scale : 1.0f;
+    u32 amax = 0, q_gate[4][2], q_up[4][2], q_output[4][2];
 #pragma unroll
     for (int r = 0; r < 4; r++) {
         const i64 row = place.row() + r;
         const bool is_inside = is_in_cols && row < rows;
+        if constexpr (kMakesOutput) {
+            quantize_vector<Bf16, E4m3>(swiglu_vector(gate[r], up[r]), output_factor, q_output[r]);
+            if (!is_inside) zero_words<2>(q_output[r]);
+        }
         Bytes16 grad_gate, grad_up;
         swiglu_gradient(gate[r], up[r], grad[r], &grad_gate, &grad_up);
         amax = store_result<Out>(target, grad_gate, row, place.col(), is_inside, amax, q_gate[r]);
         amax = store_result<Out>(target, grad_up, row, place.col() + features, is_inside, amax, q_up[r]);
     }
+    __shared__ uint4 units[2 + kMakesOutput][fp8_tile::kUnits];
+    const bool is_transposing = Out::kIsFp8 && transposed != nullptr;
+    if constexpr (kMakesOutput) fp8_tile::put(place, q_output, units[2]);
     if constexpr (Out::kIsFp8) {
-        __shared__ uint4 units[2][fp8_tile::kUnits];
-        __shared__ u32 warp_amax[kThreads / 32];
         copy_scale_inv(scale_inv, scale_inv_out);
-        if (transposed != nullptr) {
+        if (is_transposing) {
             fp8_tile::put(place, q_gate, units[0]);
             fp8_tile::put(place, q_up, units[1]);
-            __syncthreads();
-            fp8_tile::store(place, units[0], transposed, rows, features);
-            fp8_tile::store(place, units[1], transposed + features * ((rows + 15) / 16 * 16), rows, features);
         }
+    }
+    if (kMakesOutput || is_transposing) __syncthreads();
+    if constexpr (kMakesOutput) fp8_tile::store(place, units[2], output_transposed, rows, features);
+    if (is_transposing) {
+        fp8_tile::store(place, units[0], transposed, rows, features);
+        fp8_tile::store(place, units[1], transposed + features * ((rows + 15) / 16 * 16), rows, features);
+    }
+    if constexpr (Out::kIsFp8) {
+        __shared__ u32 warp_amax[kThreads / 32];
         record_block_amax(amax, amax_out, warp_amax);
     }
 }
 
-// ---- entry points: graphrt_swiglu[_backward]_<what it writes> ------------------------------------------------------
+// ---- entry points: graphrt_swiglu[_backward[_output]]_<what it writes> ---------------------------------------------
 
 #define GRAPHRT_SWIGLU(name, Out)                                                                                    \
     extern "C" __global__ void __launch_bounds__(kThreads, 4) graphrt_swiglu_##name(                                 \
@@ -190,7 +206,14 @@ __device__ __forceinline__ void swiglu_backward(const u16* __restrict__ h, const
     extern "C" __global__ void __launch_bounds__(kThreads, 3) graphrt_swiglu_backward_##name(                        \
         const u16* h, const u16* grad_out, void* data, u8* transposed, const float* scale, const float* scale_inv,   \
         float* scale_inv_out, int* amax, i64 rows, i64 features) {                                                   \
-        swiglu_backward<Out>(h, grad_out, data, transposed, scale, scale_inv, scale_inv_out, amax, rows, features);  \
+        swiglu_backward<Out, false>(h, grad_out, data, transposed, scale, scale_inv, scale_inv_out, amax, nullptr,   \
+                                    nullptr, rows, features);                                                        \
+    }                                                                                                                \
+    extern "C" __global__ void __launch_bounds__(kThreads, 2) graphrt_swiglu_backward_output_##name(                 \
+        const u16* h, const u16* grad_out, void* data, u8* transposed, const float* scale, const float* scale_inv,   \
+        float* scale_inv_out, int* amax, u8* output_transposed, const float* output_scale, i64 rows, i64 features) { \
+        swiglu_backward<Out, true>(h, grad_out, data, transposed, scale, scale_inv, scale_inv_out, amax,             \
+                                   output_transposed, output_scale, rows, features);                                 \
     }
 
 GRAPHRT_SWIGLU(bf16, ToBf16)

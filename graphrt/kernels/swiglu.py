@@ -21,9 +21,9 @@ from graphrt.kernels.fused import (
     output_name,
     slot_addresses,
 )
-from graphrt.kernels.quantized import QuantizedTensor, QuantizeTo
+from graphrt.kernels.quantized import QuantizedTensor, QuantizeTo, transposed_shape
 
-__all__ = ["swiglu", "swiglu_backward"]
+__all__ = ["swiglu", "swiglu_backward", "swiglu_backward_with_output"]
 
 # These mirror the constants of fp8_tile in common.cuh.
 _THREADS = 256
@@ -65,6 +65,45 @@ def swiglu_backward(h: Tensor, grad_out: Tensor, *, to: QuantizeTo | None = None
     """
     _check_arguments(h, grad_out, to)
     return _launch_backward(h, grad_out, to) if h.is_cuda else _compute_backward(h, grad_out, to)
+
+
+def swiglu_backward_with_output(
+    h: Tensor, grad_out: Tensor, *, to: QuantizeTo | None = None, output_to: QuantizeTo
+) -> tuple[Tensor | QuantizedTensor, Tensor]:
+    """As :func:`swiglu_backward`, and in the same launch the transposed copy of what :func:`swiglu` gave, quantized again.
+
+    A forward that quantizes its result without the transposed copy need not keep anything of it for the weight gradient of
+    the linear behind it: the bytes are written once, here instead of there.
+
+    Args:
+        h: as there.
+        grad_out: as there.
+        to: as there.
+        output_to: e4m3, with the forward's scale and no amax, which the forward has recorded.
+
+    Returns:
+        The gradient, and [F, ceil16(rows)] e4m3: the bits that ``swiglu(h, to=output_to).transposed`` had.
+
+    Raises:
+        ValueError: an argument has another shape, dtype or device than above; the message names it.
+        GraphrtError: the kernels cannot be compiled or loaded for the device.
+    """
+    _check_arguments(h, grad_out, to)
+    check_target(output_to, h)
+    if output_to.dtype is not torch.float8_e4m3fn or output_to.amax is not None:
+        amax = "without" if output_to.amax is None else "with"
+        raise ValueError(
+            f"output_to is {str(output_to.dtype).removeprefix('torch.')} {amax} an amax, expected float8_e4m3fn without. "
+            "Pass what the forward quantized with, and amax=None: it has recorded it."
+        )
+    if not h.is_cuda:
+        output = _compute_forward(h, output_to._replace(transpose=True))
+        assert isinstance(output, QuantizedTensor)
+        assert output.transposed is not None
+        return _compute_backward(h, grad_out, to), output.transposed
+    shape = transposed_shape(h.shape[0], h.shape[1] // 2)
+    output_transposed = torch.empty(shape, dtype=output_to.dtype, device=h.device)
+    return _launch_backward(h, grad_out, to, (output_to, output_transposed)), output_transposed
 
 
 def _check_arguments(h: Tensor, grad_out: Tensor | None, to: QuantizeTo | None) -> None:
@@ -112,16 +151,29 @@ def _launch_forward(h: Tensor, to: QuantizeTo | None) -> Tensor | QuantizedTenso
     return result
 
 
-def _launch_backward(h: Tensor, grad_out: Tensor, to: QuantizeTo | None) -> Tensor | QuantizedTensor:
+def _launch_backward(
+    h: Tensor, grad_out: Tensor, to: QuantizeTo | None, output: tuple[QuantizeTo, Tensor] | None = None
+) -> Tensor | QuantizedTensor:
     rows, cols = h.shape
     result = allocate_result(rows, cols, h, to)
     h, grad_out = aligned(h), aligned(grad_out)
-    _launch(f"graphrt_swiglu_backward_{output_name(to)}", (h, grad_out), result, to, rows, cols // 2)
+    if output is None:
+        _launch(f"graphrt_swiglu_backward_{output_name(to)}", (h, grad_out), result, to, rows, cols // 2)
+        return result
+    output_to, transposed = output
+    further = transposed.data_ptr(), output_to.scale.data_ptr() + 4 * output_to.slot
+    _launch(f"graphrt_swiglu_backward_output_{output_name(to)}", (h, grad_out), result, to, rows, cols // 2, further)
     return result
 
 
 def _launch(
-    name: str, inputs: tuple[Tensor, ...], result: Tensor | QuantizedTensor, to: QuantizeTo | None, rows: int, features: int
+    name: str,
+    inputs: tuple[Tensor, ...],
+    result: Tensor | QuantizedTensor,
+    to: QuantizeTo | None,
+    rows: int,
+    features: int,
+    further: tuple[int, ...] = (),
 ) -> None:
     if rows == 0:
         if to is not None and isinstance(result, QuantizedTensor):
@@ -129,4 +181,4 @@ def _launch(
         return
     num_blocks = -(-rows // _TILE_ROWS) * -(-features // _TILE_COLS)
     addresses = (*[x.data_ptr() for x in inputs], *output_addresses(result), *slot_addresses(to, result))
-    device.launch(inputs[0].get_device(), name, num_blocks, _THREADS, (*addresses, rows, features))
+    device.launch(inputs[0].get_device(), name, num_blocks, _THREADS, (*addresses, *further, rows, features))

@@ -18,7 +18,7 @@ from graphrt.linear import Float8Linear, LinearCall, finish_backward, weight_gra
 from graphrt.owners import working_for
 from graphrt.sinks import deliver
 
-__all__ = ["CalibratingGemm", "Fp8Gemm", "Gemm", "PlainGemm", "can_fuse", "gemm_of", "is_fusable"]
+__all__ = ["CalibratingGemm", "Fp8Gemm", "Gemm", "Operand", "PlainGemm", "can_fuse", "gemm_of", "is_fusable"]
 
 #: A tensor in the form that the GEMM takes: quantized or plain, [rows, features].
 Operand = Any
@@ -32,9 +32,13 @@ class PlainGemm:
         with working_for(linear):
             self._cast: Tensor | None = self.weight.detach().to(dtype)
 
-    def input_target(self) -> None:
+    def input_target(self, transpose: bool = True) -> None:
         """Producers write plain tensors."""
-        return
+        del transpose
+
+    def input_again(self) -> QuantizeTo | None:
+        """The input is kept as it is, or has been quantized for good."""
+        return None
 
     def grad_target(self, transpose: bool = True) -> None:
         """Producers write plain tensors."""
@@ -113,14 +117,22 @@ class Fp8Gemm:
         self.linear, self.weight, self.dtype, self._call = linear, linear.weight, dtype, call
         self._quantized: QuantizedTensor | None = weight
 
-    def input_target(self) -> QuantizeTo:
-        """Where the kernel that computes the input quantizes it to."""
+    def input_target(self, transpose: bool = True) -> QuantizeTo:
+        """Where the kernel that computes the input quantizes it to.
+
+        Args:
+            transpose: False leaves out the copy that the weight gradient reads: the backward makes it with `input_again`.
+        """
         call = self._call
         assert call.record is not None
         scales = call.record.scales(call.state)
         amax = call.state.staging_row if call.is_training else None
         dtype = call.state.recipe.fp8_format.forward_dtype
-        return QuantizeTo(scales.scale, scales.scale_inv, call.slots.input, dtype, amax, call.is_differentiable)
+        return QuantizeTo(scales.scale, scales.scale_inv, call.slots.input, dtype, amax, transpose and call.is_differentiable)
+
+    def input_again(self) -> QuantizeTo | None:
+        """What quantizes the input to the bits it had in the forward, for a backward that computes it again."""
+        return self.input_target()._replace(amax=None)
 
     def grad_target(self, transpose: bool = True) -> QuantizeTo:
         """Where the kernel that computes the output gradient quantizes it to."""

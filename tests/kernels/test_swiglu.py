@@ -62,6 +62,29 @@ def check_quantized(run, args: tuple[Tensor, ...], to: QuantizeTo) -> None:
         assert_same_bits(to.amax, amax, "amax")
 
 
+def check_output_again(h: Tensor, grad_out: Tensor, scale: float = 37.3) -> None:
+    """The backward that makes the forward's transposed copy gives the bits that the two launches give."""
+    place = str(h.device)
+    output_to = make_target(E4M3, scale, device=place, has_amax=False)
+    expected = swiglu._launch_forward(h, output_to)
+    assert isinstance(expected, QuantizedTensor)
+    assert expected.transposed is not None
+    for to in (None, make_target(E5M2, 0.75, device=place), make_target(E5M2, 1e-3, device=place, transpose=False)):
+        again = to and to._replace(amax=None if to.amax is None else to.amax.clone())
+        expected_grad = swiglu._launch_backward(h, grad_out, again)
+        transposed = torch.full_like(expected.transposed.view(torch.uint8), 0xAA).view(E4M3)
+        actual_grad = swiglu._launch_backward(h, grad_out, to, (output_to, transposed))
+        assert_same_bits(transposed, expected.transposed, "transposed output")
+        if isinstance(actual_grad, QuantizedTensor):
+            assert isinstance(expected_grad, QuantizedTensor)
+            assert_same_result(actual_grad, expected_grad)
+        else:
+            assert isinstance(expected_grad, Tensor)
+            assert_same_bits(actual_grad, expected_grad, "gradient")
+        if to is not None and again is not None and to.amax is not None and again.amax is not None:
+            assert_same_bits(to.amax, again.amax, "amax")
+
+
 def check_all(h: Tensor, grad_out: Tensor) -> None:
     """Forward and backward launches, in bf16 and quantized."""
     gate, up = h.cpu().double().chunk(2, dim=1)
@@ -75,6 +98,7 @@ def check_all(h: Tensor, grad_out: Tensor) -> None:
         check_quantized(run, args, make_target(E4M3, 37.3, device=place))
         check_quantized(run, args, make_target(E5M2, 0.75, device=place, has_amax=False))
         check_quantized(run, args, make_target(E5M2, 1e-3, device=place, transpose=False))
+    check_output_again(h, grad_out)
 
 
 # ---- the reference ----
@@ -104,6 +128,21 @@ def test_reference_quantizes_like_quantize():
     check_quantized(lambda h, grad, to: swiglu.swiglu_backward(h, grad, to=to), (h, grad_out), make_target(E5M2, 0.75))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_reference_gives_the_output_again(dtype):
+    h, grad_out = make_halves(33, 48).to(dtype), make_input(33, 48, dtype)
+    to, output_to = make_target(E5M2, 0.75), make_target(E4M3, 37.3, has_amax=False, transpose=False)
+    grad, transposed = swiglu.swiglu_backward_with_output(h, grad_out, to=to, output_to=output_to)
+    output = swiglu.swiglu(h, to=output_to._replace(transpose=True))
+    expected = swiglu.swiglu_backward(h, grad_out, to=to)
+    assert isinstance(output, QuantizedTensor)
+    assert output.transposed is not None
+    assert isinstance(grad, QuantizedTensor)
+    assert isinstance(expected, QuantizedTensor)
+    assert_same_bits(transposed, output.transposed, "transposed output")
+    assert_same_result(grad, expected)
+
+
 def test_reads_nothing_on_the_host_and_keeps_no_graph():
     h = torch.empty(5, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
     out = swiglu.swiglu(h, to=make_target(E4M3, 1.0, device="meta"))
@@ -129,6 +168,9 @@ def test_refuses_other_arguments_by_name():
         swiglu.swiglu_backward(h, h)
     with pytest.raises(ValueError, match=r"dtype is torch\.bfloat16"):
         swiglu.swiglu(h, to=make_target(torch.bfloat16, 1.0))
+    for dtype, has_amax in ((E5M2, False), (E4M3, True)):
+        with pytest.raises(ValueError, match=r"output_to is float8_e\dm\w+ with(out)? an amax"):
+            swiglu.swiglu_backward_with_output(h, h[:, :32], output_to=make_target(dtype, 1.0, has_amax=has_amax))
 
 
 @pytest.mark.parametrize("run", [swiglu.swiglu, swiglu._launch_forward], ids=["reference", "launch"])
@@ -173,6 +215,7 @@ def test_emulated_nonfinite_values_and_pad():
     check_all(h, grad_out)
     for run, args in ((swiglu._launch_forward, (h,)), (swiglu._launch_backward, (h, grad_out))):
         check_quantized(run, args, make_target(E4M3, float("inf")))
+    check_output_again(h, grad_out, float("inf"))
 
 
 @pytest.mark.usefixtures("emulate")
