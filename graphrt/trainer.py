@@ -117,14 +117,15 @@ class Trainer:
             surroundings=self._surroundings,
         )
 
-    def make_captured(self) -> CapturedRunner:
-        """A runner for captured steps of this trainer's body, with graphs of its own."""
+    def make_captured(self, *, has_branch: bool = True) -> CapturedRunner:
+        """A runner for captured steps of this trainer's body, with graphs of its own; ``has_branch`` as `CapturedRunner` has it."""
         return CapturedRunner(
             self._body,
             self.device,
             num_microbatches=self.grad_accum_steps,
             num_warmup_steps=self.warmup_steps,
             max_graphs=self.max_graphs,
+            has_branch=has_branch,
         )
 
     @contextmanager
