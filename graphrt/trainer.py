@@ -128,12 +128,13 @@ class Trainer:
             surroundings=self._surroundings,
         )
 
-    def make_captured(self, *, has_own_gradients: bool = False) -> CapturedRunner:
+    def make_captured(self, *, has_own_gradients: bool = False, has_branch: bool = True) -> CapturedRunner:
         """A runner for captured steps of this trainer's body, with graphs of its own.
 
         Args:
             has_own_gradients: its first graph makes new ``.grad`` tensors, in its pool. One beside the trainer's own writes to
                 those that are there.
+            has_branch: as `CapturedRunner` has it.
         """
         return CapturedRunner(
             self._body,
@@ -142,6 +143,7 @@ class Trainer:
             num_warmup_steps=self.warmup_steps,
             max_graphs=self.max_graphs,
             has_own_gradients=has_own_gradients,
+            has_branch=has_branch,
         )
 
     @contextmanager

@@ -4,7 +4,8 @@
 
 ncu cannot filter by layer, but by a kernel's name, so the node map of the captured step (saved by a run before, without ncu)
 gives the names. Other layers run the same kernels: ncu numbers its results in the order of the replay, and the list printed
-at the end says which number is of which module; those that were asked for are marked.
+at the end says which number is of which module; those that were asked for are marked. Kernels that the map says are beside the
+others may have been run earlier or later than the list has them.
 """
 
 import argparse

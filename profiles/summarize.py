@@ -4,8 +4,9 @@
     python profiles/summarize.py node.sqlite [--node-map node_map.json] [--json]
 
 The node map that graphrt saves says which module, direction and phase a node of the captured graph is of. Replayed
-activities are joined with it by node id where the ids are the same, else by order within a replay; the kernel's name must
-agree either way. What finds no partner is listed. A file node_map.json beside the report is taken by itself.
+activities are joined with it by node id where the ids are the same, else by order within a replay (the kernels of a second
+branch in an order of their own); the kernel's name must agree either way. What finds no partner is listed. A file
+node_map.json beside the report is taken by itself.
 """
 
 import argparse
@@ -172,6 +173,8 @@ class NodeMap:
         self._original_nodes = original_nodes
         self._index_of_id = {node["node_id"]: index for index, node in enumerate(self.nodes) if node["node_id"] is not None}
         self._by_order: dict[tuple[Any, ...], list[int | None]] = {}
+        # Of kernels that run beside others, wherever else they run too. Maps of older versions know of none.
+        self._beside = {_key(node): node for node in self.nodes if node.get("is_beside")}
 
     @classmethod
     def read(cls, path: Path, original_nodes: dict[int, int]) -> "NodeMap":
@@ -212,16 +215,29 @@ class NodeMap:
         return self._by_order[key]
 
     def _align(self, replay: list[Activity]) -> list[int | None]:
-        if len(replay) == len(self.nodes) and all(map(_agree, self.nodes, replay)):
-            return list(range(len(replay)))
-        # Something is missing, more, or elsewhere: the longest common runs of names.
-        ours = [(node["kind"], node["kernel"] if node["kind"] == "kernel" else None) for node in self.nodes]
-        theirs = [(activity.kind, activity.mangled) for activity in replay]
+        has_name = [any(_agree(node, activity) for node in self._beside.values()) for activity in replay]
         found: list[int | None] = [None] * len(replay)
-        for block in SequenceMatcher(None, ours, theirs, autojunk=False).get_matching_blocks():
-            for i in range(block.size):
-                found[block.b + i] = block.a + i
+        for is_beside in (False, True):
+            places = [place for place, value in enumerate(has_name) if value is is_beside]
+            indices = [index for index, node in enumerate(self.nodes) if (_key(node) in self._beside) is is_beside]
+            pairs = _align_in_order([self.nodes[index] for index in indices], [replay[place] for place in places])
+            for ours, theirs in pairs:
+                found[places[theirs]] = indices[ours]
         return found
+
+
+def _key(node: dict[str, Any]) -> tuple[str, str | None]:
+    return node["kind"], node["kernel"] if node["kind"] == "kernel" else None
+
+
+def _align_in_order(nodes: list[dict[str, Any]], replay: list[Activity]) -> list[tuple[int, int]]:
+    """Pairs (index of a node, index of its activity)."""
+    if len(replay) == len(nodes) and all(map(_agree, nodes, replay)):
+        return [(i, i) for i in range(len(nodes))]
+    # Something is missing, more, or elsewhere: the longest common runs of names.
+    theirs = [(activity.kind, activity.mangled) for activity in replay]
+    blocks = SequenceMatcher(None, [_key(node) for node in nodes], theirs, autojunk=False).get_matching_blocks()
+    return [(block.a + i, block.b + i) for block in blocks for i in range(block.size)]
 
 
 def _agree(node: dict[str, Any], activity: Activity) -> bool:

@@ -1,9 +1,11 @@
 """The node map: every node of a captured step has its module, direction and phase, and making it leaves no trace."""
 
 import gc
+import json
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -182,12 +184,16 @@ def test_a_gradient_penalty_in_the_forward_runs_backwards_there():
 
 
 def test_the_map_is_saved_and_loaded(tmp_path):
-    node_map = token_map()
+    first, *rest = token_map().nodes
+    node_map = NodeMap((replace(first, is_beside=True), *rest))
     node_map.save(tmp_path / "map.json")
     loaded = NodeMap.load(tmp_path / "map.json")
-    assert [(n.index, n.kind, n.kernel, n.place.module, n.place.direction, n.place.phase) for n in loaded.nodes] == [
-        (n.index, n.kind, n.kernel, n.place.module, n.place.direction, n.place.phase) for n in node_map.nodes
+    assert [(n.index, n.kind, n.kernel, n.place.module, n.place.direction, n.place.phase, n.is_beside) for n in loaded.nodes] == [
+        (n.index, n.kind, n.kernel, n.place.module, n.place.direction, n.place.phase, n.is_beside) for n in node_map.nodes
     ]
+    rows = [{key: value for key, value in row.items() if key != "is_beside"} for row in json.loads((tmp_path / "map.json").read_text())]
+    (tmp_path / "map.json").write_text(json.dumps(rows))  # as before there were branches
+    assert not any(node.is_beside for node in NodeMap.load(tmp_path / "map.json").nodes)
     (tmp_path / "other.json").write_text('[{"index": 0}]')
     with pytest.raises(GraphrtError, match="does not hold a node map"):
         NodeMap.load(tmp_path / "other.json")

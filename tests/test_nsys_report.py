@@ -298,6 +298,16 @@ def test_nodes_without_common_ids_are_joined_by_order(export, capsys, tmp_path, 
     assert found["unmatched"] == found["unseen"] == []
 
 
+@pytest.mark.parametrize("is_mangled", [True, False])
+@pytest.mark.parametrize("names", [("gemm", "norm", "gemm", None, "adamw", "sums"), ("gemm", "sums", "norm", "gemm", None, "adamw")])
+def test_kernels_of_a_branch_are_joined_wherever_they_ran(export, capsys, tmp_path, is_mangled, names):
+    write_map(tmp_path, [*NODES[:3], {**node(3, "sums", "", "", "clip"), "is_beside": True}, *NODES[3:]])
+    replayed(export, 0, ids=range(1, 7), names=names, is_mangled=is_mangled)
+    found = tables(export, capsys)
+    assert modules(found) == EXPECTED | {("clip", "", "(outside)"): (2, 0.02)}
+    assert found["unmatched"] == found["unseen"] == []
+
+
 def test_what_does_not_match_is_listed(export, capsys, tmp_path):
     write_map(tmp_path, NODES)
     replayed(export, 0, names=("gemm", "norm", "gemm", None, "sgd"))

@@ -1,6 +1,7 @@
 """Profiles: what is matched with what, sums that add up, the files, and that nothing of a profile stays."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import graphrt
 from graphrt.capture.attribution import Place
 from graphrt.capture.nodes import GraphNode, NodeMap
 from graphrt.errors import GraphrtError
-from graphrt.profiling.events import Event, PathProfile, kind_of_work, layer_of
+from graphrt.profiling.events import Event, PathProfile, covered, kind_of_work, layer_of
 from graphrt.profiling.kineto import DeviceActivity, Launch, Marker, _read, events_of
 from graphrt.profiling.matching import demangled, is_same_kernel, match
 from graphrt.profiling.trace import trace_events
@@ -63,6 +64,26 @@ def test_of_several_alike_with_one_missing_none_is_counted_twice():
     nodes = [node(i, "a") for i in range(4)]
     found = [one for one in match([activity("a")] * 3, nodes) if one is not None]
     assert len({one.index for one in found}) == len(found)
+
+
+def beside(index: int, kernel: str) -> GraphNode:
+    return replace(node(index, kernel), is_beside=True)
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ("qaqbqcn", [0, 1, 2, 4, 3, 5, 6]),  # the branch is behind
+        ("qqqanbc", [0, 2, 3, 1, 6, 4, 5]),  # the branch is ahead
+        ("qaqqcn", [0, 1, 2, 3, 5, 6]),  # one of the chain missing
+        ("qaqbcn", [0, 1, 2, 4, 5, 6]),  # one of the branch missing
+        ("qaqbqxn", [0, 1, 2, 4, 3, None, 6]),  # another kernel in the chain
+    ],
+)
+def test_a_branch_is_matched_in_an_order_of_its_own(names, expected):
+    """The first q is on the chain, as the first weights are."""
+    nodes = [node(0, "q"), node(1, "a"), beside(2, "q"), beside(3, "q"), node(4, "b"), node(5, "c"), beside(6, "n")]
+    assert indices(match([activity(name) for name in names], nodes)) == expected
 
 
 def test_node_ids_win_over_order():
@@ -119,6 +140,18 @@ def test_replayed_kernels_get_their_nodes_and_others_their_launches():
     assert [event.is_in_graph for event in events] == [False, True, True, False] * 2
     assert events[0].start_us == 0
     assert events[0].num_bytes == 64
+
+
+def test_kernels_of_a_branch_keep_their_place_and_do_not_cut_the_phases():
+    activities, launches, markers = trace(1, ("a", "n", "b"))
+    node_map = NodeMap((node(0, "a"), node(1, "b"), replace(node(2, "n"), place=Place("clip"), is_beside=True)))
+    events, notes = events_of(activities, launches, markers, node_map)
+    assert notes == []
+    assert [event.place.phase for event in events if event.place] == ["copy_inputs", "forward", "clip", "forward", "results"]
+    assert [event.is_beside for event in events] == [False, False, True, False, False]
+    spans = trace_events(PathProfile("captured", 1, tuple(events), 400.0), 1)
+    phases = [span["name"] for span in spans if span["ph"] == "X" and span["tid"] == 1]
+    assert phases == ["copy_inputs", "forward", "results"]
 
 
 def test_what_is_no_node_of_the_graph_is_reported_and_kept():
@@ -200,6 +233,18 @@ def test_gaps_are_what_no_kernel_covers():
     assert path.span_us == 30
     assert path.busy_us == 21
     assert path.gap_share == pytest.approx(1 - 21 / 60)
+
+
+def test_what_runs_side_by_side_is_busy_once():
+    """A branch of two kernels under a chain of three with one gap, all but a piece of which the branch covers."""
+    chain, branch = [event(0, 10), event(10, 10), event(30, 10)], [event(2, 20), event(22, 6)]
+    path = PathProfile("captured", 1, tuple(sorted([*chain, *branch], key=lambda e: e.start_us)), step_us=40.0)
+    assert path.kernel_us == 56
+    assert path.busy_us == 38
+    assert path.gap_share == pytest.approx(0.05)
+    assert [gap.duration_us for gap in path.gaps] == [2]
+    assert covered([]) == 0
+    assert covered([(0, 1), (0, 3), (1, 2), (5, 5), (6, 7)]) == 4
 
 
 def test_unattributed_events_are_counted_and_listed():

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from branching import capturing
 from stepping import (
     KINDS,
     NUM_STEPS,
@@ -85,6 +86,92 @@ def captured_slots(monkeypatch: pytest.MonkeyPatch, device: torch.device, **opti
 
 
 LINEARS = ["blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down", "head"]
+
+
+class ReversedModel(TokenModel):
+    """Uses its second block first."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.blocks[0](self.blocks[1](self.embedding(tokens))))
+
+
+REVERSED = ["blocks.1.up", "blocks.1.down", "blocks.0.up", "blocks.0.down", "head"]
+
+
+def test_larger_models_have_a_few_launches_in_the_order_of_use(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture_weights, "_FIRST_ELEMENTS", 1)
+    single, batched = captured_slots(monkeypatch, device, model=ReversedModel)
+    assert single == []
+    assert batched == [REVERSED[:1], REVERSED[1:3], REVERSED[3:]]
+    monkeypatch.undo()
+    monkeypatch.setattr(capture_weights, "_FIRST_ELEMENTS", 1)
+    assert_captured_equals_eager(device, model=ReversedModel, grad_accum_steps=2)
+
+
+def test_without_a_branch_there_is_one_launch(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture_weights, "_FIRST_ELEMENTS", 1)
+    log = WeightLog(monkeypatch)
+    with make_trainer("graph", device, model=ReversedModel) as trainer:
+        runner = trainer.make_captured(has_branch=False)
+        for step in range(3):
+            trainer.step_with(runner, token_batch(step))
+        assert [len(slots) for slots in log.batched] == [len(LINEARS)]
+        runner.close()
+
+
+def test_a_forward_waits_once_for_each_launch_and_the_scale_update_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The edges of the graph, on streams that stand in for a GPU's."""
+    monkeypatch.setattr(capture_weights, "_FIRST_ELEMENTS", 1)
+    quantize_many, note_read = kernels.quantize_many, capture_weights._StoredWeight.note_read
+    update_scales, capture_cpu = kernels.update_scales_, CapturedRunner._capture_cpu
+    with capturing(monkeypatch) as capture, make_trainer("graph", model=ReversedModel, grad_accum_steps=2) as trainer:
+        names = {slot: name for name, slot in weight_slots(trainer).items()}
+
+        def issue(name: str) -> None:
+            if capture.branch.is_open:
+                capture.issue(f"{name} #{len(capture.edges)}")
+
+        def logged_many(table: kernels.QuantizeTable) -> None:
+            issue("make " + " ".join(names[entry.to.slot] for entry in table.entries))
+            quantize_many(table)
+
+        def logged_read(stored: Any) -> None:
+            note_read(stored)
+            issue("use " + next(name for name, m in trainer.model.named_modules() if getattr(m, "static_weight", None) is stored))
+
+        def logged_update(*args: Any, **options: Any) -> None:
+            issue("update")
+            update_scales(*args, **options)
+
+        def opened(runner: CapturedRunner, graph: Any) -> Any:
+            with capture.branch.open():
+                return capture_cpu(runner, graph)
+
+        monkeypatch.setattr(kernels, "quantize_many", logged_many)
+        monkeypatch.setattr(kernels, "update_scales_", logged_update)
+        monkeypatch.setattr(capture_weights._StoredWeight, "note_read", logged_read)
+        monkeypatch.setattr(CapturedRunner, "_capture_cpu", opened)
+        assert trainer._captured is not None
+        trainer._captured.branch = capture.branch
+        for step in range(3):
+            trainer.step(token_batch(step))
+
+    makes = [node for node in capture.edges if node.startswith("make")]
+    assert [capture.stream_of[node] for node in makes] == ["main", "side", "side"]
+    uses = [node for node in capture.edges if node.startswith("use")]
+    assert [node.split()[1] for node in uses] == REVERSED * 2
+    for use in uses:
+        assert all(capture.precedes(make, use) == (makes.index(make) <= _latest(makes, uses, use)) for make in makes)
+    assert [len(capture.edges[use]) for use in uses] == [1, 2, 1, 2, 1, *[1] * 5], "one join a launch"
+    first_update = next(node for node in capture.edges if node.startswith("update"))
+    assert all(capture.precedes(make, first_update) for make in makes)
+    assert capture.unjoined == set()
+
+
+def _latest(makes: list[str], uses: list[str], use: str) -> int:
+    """The number of the last launch that this use and those before it need."""
+    before = [node.split()[1] for node in uses[: uses.index(use) + 1]]
+    return max(i for i, make in enumerate(makes) for name in before if name in make.split())
 
 
 @pytest.mark.parametrize("num", [1, 2])

@@ -22,9 +22,12 @@ from graphrt.capture.nodes import RawNode
 from graphrt.errors import CaptureError
 from graphrt.ranges import INSTANTIATE
 
-__all__ = ["CaptureCounter", "CapturedGraph", "GraphPool", "capture", "capture_stream"]
+__all__ = ["CaptureCounter", "CapturedGraph", "GraphPool", "branch_stream", "capture", "capture_stream"]
 
 T = TypeVar("T")
+
+#: Of the capture stream, above the default of 0. Kernels keep it in the graph, and torch instantiates graphs so that it counts.
+_MAIN_PRIORITY = -1
 
 
 class CapturedGraph:
@@ -60,6 +63,12 @@ class CapturedGraph:
 @functools.cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream all captures on ``device`` use. Memory that torch caches belongs to a stream: one a trainer would add up."""
+    return torch.cuda.Stream(device, priority=_MAIN_PRIORITY)
+
+
+@functools.cache
+def branch_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream beside `capture_stream`, of lower priority; nothing is allocated on it."""
     return torch.cuda.Stream(device)
 
 
@@ -109,7 +118,7 @@ def capture(body: Callable[[], T], *, stream: torch.cuda.Stream, pool: Any, rng_
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         with _ending(graph), rng.capturing():
             out = body()
-    nodes = replace_memsets(graph.raw_cuda_graph(), _nodes(graph), _index(stream.device))
+    nodes = replace_memsets(graph.raw_cuda_graph(), _nodes(graph), _index(stream.device), stream.priority)
     with INSTANTIATE:
         graph.instantiate()
     return CapturedGraph(graph, nodes, rng), out

@@ -19,21 +19,23 @@ __all__ = ["MAX_BYTES", "replace_memsets"]
 MAX_BYTES = 1 << 16
 
 
-def replace_memsets(graph: int, nodes: Sequence[Any], device_index: int) -> list[Any]:
+def replace_memsets(graph: int, nodes: Sequence[Any], device_index: int, priority: int) -> list[Any]:
     """Replace the small memset nodes of a graph that is not instantiated yet.
 
     Args:
         graph: the CUgraph's handle.
         nodes: its nodes, in the order they were captured in.
         device_index: the CUDA device that the graph runs on; its kernels are loaded.
+        priority: of the new kernels, that of the stream the memsets were captured on: a lower one would let a kernel behind
+            them wait for other branches of the graph.
 
     Returns:
         The nodes in the same order, a kernel node where a memset node was replaced.
     """
-    return [_replaced(graph, node, device_index) for node in nodes]
+    return [_replaced(graph, node, device_index, priority) for node in nodes]
 
 
-def _replaced(graph: int, node: Any, device_index: int) -> Any:
+def _replaced(graph: int, node: Any, device_index: int, priority: int) -> Any:
     from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
 
     if call(driver.cuGraphNodeGetType, node) != driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET:
@@ -44,10 +46,19 @@ def _replaced(graph: int, node: Any, device_index: int) -> Any:
         return node
     before, after = _neighbours(driver.cuGraphNodeGetDependencies, node), _neighbours(driver.cuGraphNodeGetDependentNodes, node)
     kernel = call(driver.cuGraphAddKernelNode, graph, before, len(before), _kernel_params(fill, device_index))
+    _set_priority(kernel, priority)
     if after:
         call(driver.cuGraphAddDependencies, graph, [kernel] * len(after), after, None, len(after))
     call(driver.cuGraphDestroyNode, node)
     return kernel
+
+
+def _set_priority(kernel: Any, priority: int) -> None:
+    from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
+
+    value = driver.CUkernelNodeAttrValue()
+    value.priority = priority
+    call(driver.cuGraphKernelNodeSetAttribute, kernel, driver.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_PRIORITY, value)
 
 
 def _neighbours(query: Any, node: Any) -> list[Any]:

@@ -2,12 +2,13 @@
 
 A replay runs no Python, so nobody can say then which layer a kernel works for. The capture can: whenever the place of the
 work changes (`graphrt.capture.attribution`), the number of nodes in the graph so far is read, and the nodes added since the
-last change belong to the place that is left. A capture on one stream keeps its nodes in the order of launch.
+last change belong to the place that is left. A capture keeps its nodes in the order of launch, those of a second branch
+([Note: branch]) among the others.
 """
 
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ class GraphNode:
         node_id: what profilers call the node; None where the driver does not tell.
         flops: floating point operations, None where unknown.
         num_bytes: bytes read and written, None where unknown.
+        is_beside: whether it is on a second branch: a replay may run it earlier or later than its index says.
     """
 
     index: int
@@ -50,6 +52,7 @@ class GraphNode:
     node_id: int | None = None
     flops: int | None = None
     num_bytes: int | None = None
+    is_beside: bool = False
 
     @property
     def has_activity(self) -> bool:
@@ -72,7 +75,7 @@ class NodeMap:
         return tuple(node for node in self.nodes if node.has_activity)
 
     def save(self, path: str | Path) -> None:
-        """Write a JSON list of objects: index, kind, kernel, module, direction, phase, node_id."""
+        """Write a JSON list of objects: index, kind, kernel, module, direction, phase, node_id, is_beside."""
         lines = ",\n".join(json.dumps(_row(node)) for node in self.nodes)
         Path(path).write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
@@ -94,13 +97,13 @@ def _row(node: GraphNode) -> dict[str, Any]:
     place = node.place
     return {
         "index": node.index, "kind": node.kind, "kernel": node.kernel, "module": place.module, "direction": place.direction,
-        "phase": place.phase, "node_id": node.node_id,
+        "phase": place.phase, "node_id": node.node_id, "is_beside": node.is_beside,
     }  # fmt: skip
 
 
 def _from_row(row: dict[str, Any]) -> GraphNode:
     place = Place(row["phase"], row["direction"], row["module"])
-    return GraphNode(row["index"], row["kind"], row["kernel"], place, row["node_id"])
+    return GraphNode(row["index"], row["kind"], row["kernel"], place, row["node_id"], is_beside=row.get("is_beside", False))
 
 
 @dataclass
@@ -134,18 +137,19 @@ class NodeObserver:
         if is_known(operation) and self.num_nodes() > self._first:
             self._costs[self._first] = cost_of(operation, args, kwargs, result)
 
-    def node_map(self, nodes: Sequence[RawNode]) -> NodeMap:
+    def node_map(self, nodes: Sequence[RawNode], beside: Collection[int] = ()) -> NodeMap:
         """The map of a finished capture.
 
         Args:
             nodes: what the graph holds, in the order of launch.
+            beside: indices of those on a second branch.
         """
-        return NodeMap(tuple(self._node(index, node) for index, node in enumerate(nodes)))
+        return NodeMap(tuple(self._node(index, node, index in beside) for index, node in enumerate(nodes)))
 
-    def _node(self, index: int, node: RawNode) -> GraphNode:
+    def _node(self, index: int, node: RawNode, is_beside: bool) -> GraphNode:
         at = bisect_right(self._ends, index)
         place = self._places[at] if at < len(self._places) else Place()
-        return GraphNode(index, node.kind, node.kernel, place, node.node_id, *self._costs.get(index, (None, None)))
+        return GraphNode(index, node.kind, node.kernel, place, node.node_id, *self._costs.get(index, (None, None)), is_beside)
 
 
 def raw_operations(operations: Sequence[OpNode]) -> list[RawNode]:

@@ -15,16 +15,18 @@ class CapturedRegion(Region):
 
     Args:
         on_open: called with the record of the step's outermost region before its first forward.
+        on_close: called at the region's exit, before its forward update.
     """
 
-    def __init__(self, on_open: Callable[[RegionRecord], None]) -> None:
+    def __init__(self, on_open: Callable[[RegionRecord], None], on_close: Callable[[], None]) -> None:
         super().__init__()
-        self._on_open = on_open
+        self._on_open, self._on_close = on_open, on_close
 
     def open_record(self, record: RegionRecord) -> None:
         """Let the step prepare what its forwards will find."""
         self._on_open(record)
 
     def close_record(self, record: RegionRecord) -> None:
-        """Keep nothing."""
+        """Keep nothing, and let the step finish what it prepared."""
         record.close(keep_scales=False)
+        self._on_close()

@@ -18,7 +18,8 @@ import torch
 from graphrt import batch as batches
 from graphrt import kernels
 from graphrt.capture.attribution import attributing
-from graphrt.capture.cuda_graph import CaptureCounter, CapturedGraph, GraphPool, capture, capture_stream
+from graphrt.capture.branch import Branch
+from graphrt.capture.cuda_graph import CaptureCounter, CapturedGraph, GraphPool, branch_stream, capture, capture_stream
 from graphrt.capture.cuda_rng import RngTrace, observed_rng
 from graphrt.capture.fingerprint import Fingerprint
 from graphrt.capture.inputs import StaticInputs, signature
@@ -68,7 +69,7 @@ class StepGraph:
         self.runner = runner
         self.inputs = StaticInputs(batch, runner.device)
         self.microbatches = batches.split(self.inputs.batch, runner.num_microbatches)
-        self.weights = StepWeights(runner.weights)
+        self.weights = StepWeights(runner.weights, runner.branch)
         self.num_warmups = 0
         self.made_gradients = False  # in the last warmup step
         self.results: StaticResults | None = None
@@ -127,7 +128,7 @@ class StepGraph:
     def run_body(self) -> StepResult:
         """Issue the step on the static inputs."""
         with self.weights.attached():
-            return self.runner.body.run(self.microbatches, CapturedRegion(self.weights.open_record))
+            return self.runner.body.run(self.microbatches, CapturedRegion(self.weights.open_record, self.weights.close_record))
 
     def run_captured(self) -> StepResult:
         """Issue the step and leave its results where replays leave them."""
@@ -202,7 +203,7 @@ class StepGraph:
         if self.graph is not None:
             self.graph.close()
             self.graph = None
-        self.weights.drop_table()
+        self.weights.drop_tables()
 
     def close(self) -> None:
         """Free the graph and everything it wrote to."""
@@ -224,6 +225,7 @@ class CapturedRunner:
         max_graphs: batch shapes that get a graph.
         has_own_gradients: the first graph makes the ``.grad`` tensors that the step overwrites, in the pool, from memory
             that activations have left; they stay for later graphs. Else it writes to those that are there.
+        has_branch: whether memory-bound work runs beside the rest ([Note: branch]); without, a graph is one chain.
     """
 
     def __init__(
@@ -235,6 +237,7 @@ class CapturedRunner:
         num_warmup_steps: int,
         max_graphs: int,
         has_own_gradients: bool = False,
+        has_branch: bool = True,
     ) -> None:
         self.body, self.device = body, device
         self.num_microbatches, self.num_warmup_steps, self.max_graphs = num_microbatches, num_warmup_steps, max_graphs
@@ -242,12 +245,18 @@ class CapturedRunner:
         self.stats = CaptureStats()
         self.is_cuda = device.type == "cuda"
         self._stream = capture_stream(device) if self.is_cuda else None
+        self.branch = self._make_branch() if has_branch else None
         self._pool: GraphPool | None = None
         self._graphs: dict[Any, StepGraph] = {}
         self.latest: StepGraph | None = None  # of the last batch that a step was taken with
         self._fingerprint: Fingerprint | None = None
         self.weights = WeightStorage(body.model)
         self._peak_bytes = 0
+
+    def _make_branch(self) -> Branch:
+        if self._stream is None:
+            return Branch()
+        return Branch((self._stream, branch_stream(self.device)), CaptureCounter(self._stream))
 
     # -- choosing
 
@@ -381,14 +390,15 @@ class CapturedRunner:
     def _capture_with_names(self, graph: StepGraph, stream: torch.cuda.Stream, pool: GraphPool) -> tuple[CapturedGraph, Recording | None]:
         """Capture, and note which nodes belong to which module."""
         observer = NodeObserver(CaptureCounter(stream))
+        open_branch = nullcontext() if self.branch is None else self.branch.open()
 
         def body() -> Recording | None:
-            with attributing(self.body.model, observer.leave):
+            with open_branch, attributing(self.body.model, observer.leave):
                 return graph.run_observed(observer)
 
         with _no_compiling():
             captured, observation = capture(body, stream=stream, pool=pool.handle, rng_trace=graph.rng_trace)
-        graph.node_map = observer.node_map(captured.nodes)
+        graph.node_map = observer.node_map(captured.nodes, () if self.branch is None else self.branch.nodes)
         return captured, observation
 
     def _capture_cpu(self, graph: StepGraph) -> tuple[_Replayable, Recording | None]:

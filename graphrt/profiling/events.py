@@ -1,13 +1,14 @@
 """What happened on the device in a few steps of one path, and sums over it. Times in microseconds."""
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from graphrt.capture.attribution import Place
 
-__all__ = ["Event", "Gap", "PathProfile", "Row", "kind_of_work", "layer_of"]
+__all__ = ["Event", "Gap", "PathProfile", "Row", "covered", "kind_of_work", "layer_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,7 @@ class Event:
         is_in_graph: whether a graph's replay launched it.
         flops, num_bytes: what it computes, what it reads and writes; None where unknown.
         reason: why `place` is None.
+        is_beside: whether it is on the graph's second branch.
     """
 
     step: int
@@ -35,6 +37,7 @@ class Event:
     flops: int | None = None
     num_bytes: int | None = None
     reason: str = ""
+    is_beside: bool = False
 
     @property
     def end_us(self) -> float:
@@ -92,7 +95,7 @@ class PathProfile:
 
     @cached_property
     def kernel_us(self) -> float:
-        """Time of all kernels of a step, added up."""
+        """Time of all kernels of a step, added up; what ran side by side counts twice."""
         return sum(event.duration_us for event in self.events) / self.num_steps
 
     @property
@@ -105,7 +108,7 @@ class PathProfile:
     @property
     def busy_us(self) -> float:
         """Time of a step in which at least one kernel ran."""
-        return self.span_us - sum(gap.duration_us for gap in self.gaps) / self.num_steps
+        return covered((event.start_us, event.end_us) for event in self.events) / self.num_steps
 
     @property
     def gap_share(self) -> float:
@@ -154,6 +157,15 @@ class PathProfile:
             sum(flops) / self.num_steps if flops else None,
             sum(num_bytes) / self.num_steps if num_bytes else None,
         )
+
+
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """How long at least one of the intervals (start, end) lasts, in their unit."""
+    total, last_end = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, last_end))
+        last_end = max(last_end, end)
+    return total
 
 
 #: Words that tell the kind of a kernel or an operation, the first that fits.

@@ -212,6 +212,7 @@ def _event(activity: DeviceActivity, launch: Launch | None, marker: Marker | Non
         duration_us=activity.duration_ns / 1e3,
         place=place,
         is_in_graph=is_in_graph,
+        is_beside=node is not None and node.is_beside,
         flops=None if node is None else node.flops,
         num_bytes=activity.num_bytes if node is None or node.num_bytes is None else node.num_bytes,
         reason=reason,

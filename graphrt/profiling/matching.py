@@ -27,7 +27,8 @@ def match(activities: Sequence[Activity], nodes: Sequence[GraphNode]) -> list[Gr
 
     Where the profiler gives the ids of these nodes, by id. Elsewhere the k-th activity is the k-th node, and both must have one kind and
     name. If one is missing or another one, what stands before it still counts from the start and what stands after it
-    from the end; in between nothing is guessed.
+    from the end; in between nothing is guessed. A second branch runs in an order of its own, so the kernels that are on
+    one, wherever else they run too, are counted for themselves, and so are all others.
 
     Args:
         activities: in order of start.
@@ -39,7 +40,19 @@ def match(activities: Sequence[Activity], nodes: Sequence[GraphNode]) -> list[Gr
         # Some drivers number the nodes of an instantiated graph anew; ids that do not fit throughout say nothing.
         if all(node is not None and _fits(activity, node) for activity, node in zip(activities, found, strict=True)):
             return found
-    return _match_by_order(activities, nodes)
+    return _match_branches(activities, nodes)
+
+
+def _match_branches(activities: Sequence[Activity], nodes: Sequence[GraphNode]) -> list[GraphNode | None]:
+    beside = {(node.kind, node.kernel): node for node in nodes if node.is_beside}
+    has_name = [any(_fits(activity, node) for node in beside.values()) for activity in activities]
+    found: list[GraphNode | None] = [None] * len(activities)
+    for is_beside in (False, True):
+        places = [place for place, value in enumerate(has_name) if value is is_beside]
+        kept = [node for node in nodes if ((node.kind, node.kernel) in beside) is is_beside]
+        for place, node in zip(places, _match_by_order([activities[place] for place in places], kept), strict=True):
+            found[place] = node
+    return found
 
 
 def _match_by_order(activities: Sequence[Activity], nodes: Sequence[GraphNode]) -> list[GraphNode | None]:

@@ -227,6 +227,7 @@ def _path_to_json(path: PathProfile) -> dict[str, Any]:
         "step_us": path.step_us,
         "span_us": path.span_us,
         "kernel_us": path.kernel_us,
+        "busy_us": path.busy_us,
         "num_kernels": len(path.events) / path.num_steps,
         "gap_share": path.gap_share,
         "attributed_share": path.attributed_share,

@@ -30,7 +30,9 @@ def trace_events(path: PathProfile, pid: int) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": number, "args": {"sort_index": number}}
     for step, group in groupby(path.events, key=lambda event: event.step):
         yield _span(f"step {step}", list(group), pid, numbers[_STEPS])
-    for (_, phase), group in groupby(path.events, key=lambda event: (event.step, _phase(event))):
+    # A branch runs across the phases of the chain; its kernels are in the rows of their own phases.
+    chain = [event for event in path.events if not event.is_beside]
+    for (_, phase), group in groupby(chain, key=lambda event: (event.step, _phase(event))):
         yield _span(phase, list(group), pid, numbers[_PHASES])
     for event in path.events:
         yield _kernel(event, pid, numbers[layer_of(event.place)])
