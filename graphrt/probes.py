@@ -189,8 +189,34 @@ def probe_fp8_gemm() -> Outcome:
     error = float((product.float() - a.float() @ b.float().t()).abs().max())
     if not error < 0.25:  # bf16 output: half a unit in the last place of values up to 32
         return Outcome(BROKEN, f"An FP8 GEMM on {device} differs from fp32 by {error:.3g}.", "Report it with this text.")
-    how = "torch._scaled_mm on the GPU" if device == "cuda" else "the reference on the CPU; FP8 GEMMs proper need a GPU"
+    how = "on the GPU" if device == "cuda" else "the reference on the CPU; FP8 GEMMs proper need a GPU"
     return Outcome(WORKS, f"An FP8 GEMM agrees with fp32 ({how}).")
+
+
+def probe_gemm_algorithms() -> Outcome:
+    """Whether FP8 GEMMs can run with another algorithm than torch's, and what was chosen on this machine."""
+    import torch
+
+    from graphrt.kernels import cublaslt
+    from graphrt.kernels.gemm_cache import VARIABLE, choice_path
+
+    path = choice_path()
+    if not _has_fp8_gpu():
+        return Outcome(ABSENT, "There is no FP8 GPU whose cuBLASLt could be asked.", _GPU_REMEDY)
+    if path is None:
+        return Outcome(ABSENT, f"{VARIABLE} is off: FP8 GEMMs run with torch's algorithms.", f"unset {VARIABLE}")
+    e4m3, size = torch.float8_e4m3fn, 1024
+    key = cublaslt.GemmKey(0, size, size, size, e4m3, e4m3, torch.bfloat16, fast_accum=True, has_bias=False)
+    try:
+        library = cublaslt.load()
+        num = len(cublaslt.Gemm(library, key).candidates(8))
+    except cublaslt.CublasLtError as error:
+        remedy = (
+            "FP8 GEMMs run with torch's algorithms. Other builds of torch, those from pytorch.org, bring a cuBLASLt that can be called."
+        )
+        return Outcome(ABSENT, _one_line(error), remedy)
+    kept = f"choices are kept in {path}" if path.exists() else f"nothing was chosen yet in {path}"
+    return Outcome(WORKS, f"cuBLASLt {library.version} proposes {num} algorithms for {key}; {kept}.")
 
 
 def probe_step() -> Outcome:
@@ -321,6 +347,7 @@ PROBES: dict[str, Callable[[], Outcome]] = {
     "compiler cache": probe_cache,
     "capture": probe_capture,
     "FP8 GEMM": probe_fp8_gemm,
+    "GEMM algorithms": probe_gemm_algorithms,
     "captured step": probe_step,
     "NVTX": probe_nvtx,
     "torch.profiler": probe_torch_profiler,

@@ -19,6 +19,7 @@ class TrainerReport:
     optimizer_outside_reason: str | None
     num_fp8_linears: int
     num_parameters: int
+    fp8_gemms: str | None = None
     capture: CaptureStats | None = None
 
     @property

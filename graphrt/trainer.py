@@ -21,6 +21,7 @@ from graphrt.eager.autocast import FlushManager
 from graphrt.eager.runner import EagerRunner
 from graphrt.errors import GraphrtError, StaticInputError
 from graphrt.guards import is_capturing
+from graphrt.kernels.gemm_choice import choices
 from graphrt.linear import Float8Linear
 from graphrt.optimizer import StepOptimizer
 from graphrt.profiling import StepProfile, profile_step
@@ -152,8 +153,11 @@ class Trainer:
 
         Libraries ask whether a capture is under way and compute something else then: all steps get the captured answer.
         On a CPU a compiled block is recorded as the operations it was compiled from, so every step runs those.
+        The first step chooses the GEMMs' algorithms for all.
         """
         with ExitStack() as stack:
+            if torch.is_grad_enabled():
+                stack.enter_context(choices.choosing())
             stack.enter_context(capture_answer(True))
             stack.enter_context(_refusing_grad_scaler())
             if self.mode == "graph" and self.device.type != "cuda":
@@ -427,6 +431,7 @@ class Trainer:
             optimizer_outside_reason=self._body.optimizer.reason_outside,
             num_fp8_linears=0 if self.state is None else len(self.state.slots) // 3,
             num_parameters=sum(p.numel() for p in self.named_parameters.values()),
+            fp8_gemms=str(choices) if self.state is not None and self.device.type == "cuda" else None,
             capture=None if self._captured is None else self._captured.stats,
         )
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 from graphrt.capture.hazards import Hazard, is_host_constant, is_host_scalar, mixed_devices, operation_hazard
 from graphrt.capture.record_location import Location, find_location, in_parentheses
@@ -118,11 +118,19 @@ class RecordMode(TorchDispatchMode):
         if any(kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl for kind in types):
             return NotImplemented  # a tensor subclass unwraps itself first, into operations that come back here
         kwargs = kwargs or {}
+        return self._run(func, args, kwargs, lambda: func(*args, **kwargs))
+
+    def record_launch(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
+        """Run ``run``, which computes what ``operation`` would by launches of its own, and record the operation."""
+        with _disable_current_modes():
+            return self._run(operation, args, kwargs, run)
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
         location = find_location(self._owner)
         self._check(func, operation_hazard(func, args, kwargs, location, self), location)
         if self.observer is not None:
             self.observer.begin_operation(func)
-        result = func(*args, **kwargs)
+        result = run()
         inputs, outputs = list(tensors_in((*args, *kwargs.values()))), list(tensors_in((result,)))
         if name_of(func) not in _BOOKKEEPING and any(tensor.device.type == self.device_type for tensor in (*inputs, *outputs)):
             self._check(func, mixed_devices(func, inputs, outputs, self.device_type), location)

@@ -29,6 +29,7 @@ from graphrt.capture.region import CapturedRegion
 from graphrt.capture.results import StaticResults
 from graphrt.capture.weights import StepWeights, WeightStorage
 from graphrt.errors import CaptureError
+from graphrt.kernels.gemm_choice import choices
 from graphrt.ranges import CAPTURE, COPY_INPUTS, REPLAY, RESULTS, WARMUP
 from graphrt.snapshot import OptimizerSnapshot
 from graphrt.step import StepBody, StepResult
@@ -478,8 +479,10 @@ class CapturedRunner:
             yield
             return
         torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
+        before, num_timed = torch.cuda.memory_allocated(self.device), choices.num_timed
         yield
+        if choices.num_timed != num_timed:
+            return  # the peak may be a timing's; a later warmup step has none
         self._peak_bytes = max(self._peak_bytes, torch.cuda.max_memory_allocated(self.device) - before)
 
     def _refuse_what_cannot_fit(self) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from graphrt.errors import GraphrtError
 
-__all__ = ["COMMON", "SOURCES", "cache_dir", "compile_source", "load_or_compile", "source_text"]
+__all__ = ["COMMON", "SOURCES", "cache_dir", "compile_source", "load_or_compile", "replace_file", "source_text"]
 
 #: source name -> file; the kernels of each are found by their names.
 SOURCES = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.cu"))}
@@ -99,12 +99,16 @@ def _read(path: Path) -> bytes | None:
 
 
 def _write(path: Path, cubin: bytes) -> None:
+    replace_file(path, hashlib.sha256(cubin).digest() + cubin)
+
+
+def replace_file(path: Path, content: bytes) -> None:
     """Write by rename, so that a reader or a second writer never sees half a file. A cache that cannot be written is no error."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", suffix=".tmp", delete=False) as file:
             temporary = Path(file.name)
-            file.write(hashlib.sha256(cubin).digest() + cubin)
+            file.write(content)
     except OSError:
         return
     try:

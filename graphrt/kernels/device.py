@@ -17,7 +17,7 @@ import torch
 from graphrt.errors import GraphrtError
 from graphrt.kernels import compiler
 
-__all__ = ["function", "launch", "preload"]
+__all__ = ["function", "launch", "preload", "use_context"]
 
 _MIN_CAPABILITY = (8, 9)  # the first GPUs that convert to FP8
 _ENTRY_POINT = re.compile(rb"\.text\.(graphrt_\w+)")
@@ -105,14 +105,21 @@ def function(index: int, name: str) -> Any:
 
 
 def _launch(loaded: _LoadedKernels, index: int, name: str, size: tuple[int, int, int], args: tuple[int | float, ...]) -> None:
-    if index not in _thread.devices:
-        _make_context_current(index)
+    use_context(index)
     stream = loaded.wrap_stream(torch._C._cuda_getCurrentRawStream(index))
     loaded.launch(stream, loaded.configure(*size), loaded.kernels[name], *args)
 
 
+def use_context(index: int) -> None:
+    """Make the context of device ``index`` current in this thread.
+
+    A new thread (autograd's, say) has none until a runtime call makes one current; the driver's launch does not.
+    """
+    if index not in _thread.devices:
+        _make_context_current(index)
+
+
 def _make_context_current(index: int) -> None:
-    """A new thread (autograd's, say) has no context until a runtime call makes one current; the driver's launch does not."""
     from cuda.core import Device  # pyright: ignore[reportAttributeAccessIssue]
 
     with _allow_under_capture():

@@ -1,8 +1,18 @@
-"""FP8 matrix multiplication: ``out = (a @ b_t^T) * (a_scale_inv * b_scale_inv) + bias``."""
+"""FP8 matrix multiplication: ``out = (a @ b_t^T) * (a_scale_inv * b_scale_inv) + bias``.
+
+On a GPU ``torch._scaled_mm``, or cuBLASLt with another algorithm where one was found to be faster
+(`graphrt.kernels.gemm_choice`).
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from graphrt.kernels.cublaslt import GemmKey
+from graphrt.kernels.gemm_choice import ChosenGemm, Operands, choices
 from graphrt.kernels.quantized import FP8_DTYPES
 
 __all__ = ["scaled_mm"]
@@ -10,6 +20,18 @@ __all__ = ["scaled_mm"]
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 DIM_MULTIPLE = 16
 SCALE_ALIGNMENT_BYTES = 16  # of a scale's address: cuBLASLt refuses others
+MATRIX_ALIGNMENT_BYTES = 256  # what cuBLASLt's algorithms count on unless they are told otherwise
+
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack
+
+
+@runtime_checkable
+class LaunchRecorder(Protocol):
+    """A dispatch mode that also takes work done beside torch's operations, as a CUDA graph does."""
+
+    def record_launch(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Tensor]) -> Tensor:
+        """Run ``run``, which computes what ``operation`` would."""
+        ...
 
 
 def scaled_mm(
@@ -48,18 +70,65 @@ def scaled_mm(
         product = run(a, a_scale_inv, b_t, b_scale_inv, out_dtype, bias)
         return product if out is None else out.copy_(product)
     is_fused = bias is not None and bias.dtype is out_dtype and out_dtype is not torch.float32
+    operands = Operands(a, a_scale_inv, b_t, b_scale_inv, bias if is_fused else None)
+    chosen = _find_chosen(operands, out_dtype, fast_accum, out)
+    if chosen is None:
+        product = _multiply_by_torch(operands, out_dtype, fast_accum, out)
+    else:
+        product = _multiply_by_choice(chosen, operands, out_dtype, fast_accum, out)
+    return product if bias is None or is_fused else product.add_(bias)
+
+
+def _multiply_by_torch(operands: Operands, out_dtype: torch.dtype, fast_accum: bool, out: Tensor | None) -> Tensor:
+    a, a_scale_inv, b_t, b_scale_inv, bias = operands
     keywords = {} if out is None else {"out": out}
-    product = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+    return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
         a,
         b_t.t(),
         scale_a=a_scale_inv,
         scale_b=b_scale_inv,
-        bias=bias if is_fused else None,
+        bias=bias,
         out_dtype=out_dtype,
         use_fast_accum=fast_accum,
         **keywords,
     )
-    return product if bias is None or is_fused else product.add_(bias)
+
+
+def _find_chosen(operands: Operands, out_dtype: torch.dtype, fast_accum: bool, out: Tensor | None) -> ChosenGemm | None:
+    """The product to run instead of torch's, where one was chosen and takes these tensors."""
+    a, _, b_t, _, bias = operands
+    (m, k), n = a.shape, b_t.shape[0]
+    if torch.compiler.is_compiling() or m % DIM_MULTIPLE or (_num_dispatch_modes() and _is_watched()):
+        return None
+    if out is not None and not (out.dtype is out_dtype and out.shape == (m, n) and out.is_contiguous()):
+        return None
+    addresses = a.data_ptr() | b_t.data_ptr() | (0 if bias is None else bias.data_ptr()) | (0 if out is None else out.data_ptr())
+    if addresses % MATRIX_ALIGNMENT_BYTES:
+        return None
+    key = GemmKey(a.get_device(), m, n, k, a.dtype, b_t.dtype, out_dtype, fast_accum, bias is not None)
+    return choices.find(key, operands)
+
+
+def _is_watched() -> bool:
+    """Whether somebody counts, saves or replaces torch's operations, and is to see this one called."""
+    return not all(isinstance(mode, LaunchRecorder) for mode in _get_current_dispatch_mode_stack())
+
+
+def _multiply_by_choice(chosen: ChosenGemm, operands: Operands, out_dtype: torch.dtype, fast_accum: bool, out: Tensor | None) -> Tensor:
+    a, a_scale_inv, b_t, b_scale_inv, bias = operands
+
+    def run() -> Tensor:
+        product = torch.empty((a.shape[0], b_t.shape[0]), dtype=out_dtype, device=a.device) if out is None else out
+        chosen.multiply(operands, product)
+        return product
+
+    if not _num_dispatch_modes():
+        return run()
+    recorder = _get_current_dispatch_mode_stack()[-1]
+    assert isinstance(recorder, LaunchRecorder)
+    operation = torch.ops.aten._scaled_mm.default if out is None else torch.ops.aten._scaled_mm.out
+    arguments = (a, b_t.t(), a_scale_inv, b_scale_inv, bias, None, out_dtype, fast_accum)
+    return recorder.record_launch(operation, arguments, {} if out is None else {"out": out}, run)
 
 
 def _reference(a: Tensor, a_scale_inv: Tensor, b_t: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
