@@ -211,10 +211,8 @@ def probe_gemm_algorithms() -> Outcome:
         library = cublaslt.load()
         num = len(cublaslt.Gemm(library, key).candidates(8))
     except cublaslt.CublasLtError as error:
-        remedy = (
-            "FP8 GEMMs run with torch's algorithms. Other builds of torch, those from pytorch.org, bring a cuBLASLt that can be called."
-        )
-        return Outcome(ABSENT, _one_line(error), remedy)
+        fact = f"FP8 GEMMs run with torch's algorithms: {_one_line(error)}"
+        return Outcome(ABSENT, fact, "Use a build of torch whose cuBLASLt is a shared library, as those from pytorch.org.")
     kept = f"choices are kept in {path}" if path.exists() else f"nothing was chosen yet in {path}"
     return Outcome(WORKS, f"cuBLASLt {library.version} proposes {num} algorithms for {key}; {kept}.")
 
