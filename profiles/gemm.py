@@ -154,9 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, epilog="example: python profiles/gemm.py 1b --replays 30"
     )
     parser.add_argument("presets", nargs="*", default=["micro", "1b"], help=f"of {', '.join(PRESETS)} (default: micro 1b)")
-    parser.add_argument(
-        "--replays", type=int, default=15, metavar="N", help="graph replays a time, of which the median counts (default: 15)"
-    )
+    parser.add_argument("--replays", type=int, default=15, metavar="N", help="graph replays a case (default: 15)")
     parsed = parser.parse_args(arguments)
     unknown = [preset for preset in parsed.presets if preset not in PRESETS]
     if unknown:

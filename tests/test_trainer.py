@@ -31,6 +31,7 @@ from stepping import (
 from torch import Tensor, nn
 
 import graphrt
+from graphrt.kernels.gemm_choice import choices
 
 
 @pytest.fixture(autouse=True)
@@ -710,11 +711,28 @@ def test_the_report_says_what_ran(device: torch.device, mode: str) -> None:
     assert (report.capture is not None) == (mode == "graph")
     text = str(report)
     assert "optimizer outside reason" in text
+    assert ("torch's algorithms" in text) == (device.type == "cuda")
     if report.capture is not None:
         assert report.capture.num_graphs == 1
         assert report.capture.capture_s > 0
         assert sum(report.capture.num_nodes_by_kind.values()) > 50
         assert "num nodes by kind" in text
+
+
+@both_modes
+def test_only_training_steps_choose_gemm_algorithms(device: torch.device, mode: str) -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def loss_fn(model: nn.Module, batch: Any) -> Any:
+        seen.append((torch.is_grad_enabled(), choices.is_choosing))
+        return token_loss(model, batch)
+
+    with make_trainer(mode, device, loss_fn=loss_fn) as trainer:
+        run(trainer, token_batches(3))
+        trainer.evaluate(token_batch(0))
+    assert seen[0] == (True, True)
+    assert [is_choosing for has_gradients, is_choosing in seen if not has_gradients] == [False]
+    assert not choices.is_choosing
 
 
 @pytest.mark.parametrize("verb", ["step", "evaluate"])

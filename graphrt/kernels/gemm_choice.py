@@ -165,6 +165,11 @@ class GemmChoices:
             if self.num_timed != self._num_reported:
                 self._report()
 
+    @property
+    def is_choosing(self) -> bool:
+        """Whether a product that nobody has chosen for is timed now."""
+        return self._num_choosing > 0 and not is_capturing()
+
     def find(self, key: GemmKey, operands: Operands) -> ChosenGemm | None:
         """The product to run instead of torch's; None for torch's.
 
@@ -175,7 +180,7 @@ class GemmChoices:
         if torch._C._get_deterministic_algorithms():
             return None
         chosen = self._chosen.get(key)
-        if chosen is None and self._num_choosing and key not in self._chosen and not is_capturing():
+        if chosen is None and key not in self._chosen and self.is_choosing:
             return self._choose(key, operands)
         return chosen
 

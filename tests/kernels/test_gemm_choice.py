@@ -5,6 +5,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from graphrt.capture.recorder import compare, record
 from graphrt.kernels import gemm, gemm_choice, scaled_mm
 from graphrt.kernels.cublaslt import Algorithm, CublasLtError, GemmKey
 from graphrt.kernels.gemm_cache import Choice, ChoiceFile, choice_path
-from graphrt.kernels.gemm_choice import GemmChoices, Operands, choose
+from graphrt.kernels.gemm_choice import GemmChoices, Operands, choose, time_algorithms
 
 E4M3 = torch.float8_e4m3fn
 KEY = GemmKey(-1, 32, 48, 64, E4M3, E4M3, torch.bfloat16, fast_accum=True, has_bias=False)
@@ -213,6 +214,63 @@ class TestWhen:
         assert str(rig.choices) == f"0 of 2 products run with another algorithm than torch's ({reason})"
         rig.error = None
         assert rig.choose() is None  # steps to come do as this one did
+
+
+class FakeEvent:
+    """A CUDA event of a device on which algorithm number n takes n + 1 us, and ten times as long in the first round."""
+
+    now_us = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at_us = FakeEvent.now_us
+
+    def synchronize(self) -> None:
+        """Nothing is late."""
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        return (end.at_us - self.at_us) / 1e3
+
+
+class TimedFake(FakeGemm):
+    def multiply(self, algorithm: Algorithm, *args: Any) -> None:
+        self.used.append((algorithm.data[0], args))
+        is_first = [number for number, _ in self.used].count(algorithm.data[0]) == 1
+        FakeEvent.now_us += (algorithm.data[0] + 1) * (10 if is_first else 1)
+
+
+class TestTiming:
+    @pytest.fixture(autouse=True)
+    def _fake_device(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=1024))
+
+    def test_candidates_take_turns_and_the_first_round_does_not_count(self):
+        timed = TimedFake()
+        assert time_algorithms(timed, KEY, OPERANDS, ALGORITHMS) == pytest.approx([1, 2, 3, 4])
+        numbers = [number for number, _ in timed.used]
+        assert numbers == [0, 1, 2, 3] * (len(numbers) // 4)
+        assert len(numbers) // 4 == 2 + gemm_choice._MAX_ROUNDS
+
+    def test_long_ones_are_timed_less_often(self, monkeypatch):
+        monkeypatch.setattr(gemm_choice, "_BUDGET_US", 50.0)
+        timed = TimedFake()
+        time_algorithms(timed, KEY, OPERANDS, ALGORITHMS)
+        assert len(timed.used) // 4 == 2 + 5
+        monkeypatch.setattr(gemm_choice, "_BUDGET_US", 0.0)
+        timed = TimedFake()
+        time_algorithms(timed, KEY, OPERANDS, ALGORITHMS)
+        assert len(timed.used) // 4 == 2 + gemm_choice._MIN_ROUNDS
+
+    def test_the_operands_are_the_callers_and_the_output_is_not(self):
+        timed = TimedFake()
+        time_algorithms(timed, KEY, OPERANDS, ALGORITHMS[:1])
+        *operands, out = timed.used[0][1]
+        assert all(mine is theirs for mine, theirs in zip(operands, OPERANDS, strict=True))
+        assert (out.shape, out.dtype) == ((32, 48), torch.bfloat16)
 
 
 class TestFile:
