@@ -197,7 +197,8 @@ def probe_gemm_algorithms() -> Outcome:
     """Whether FP8 GEMMs can run with another algorithm than torch's, and what was chosen on this machine."""
     import torch
 
-    from graphrt.kernels import cublaslt
+    from graphrt.kernels.cublaslt import CublasLtError, load
+    from graphrt.kernels.cublaslt_gemm import Gemm, GemmKey
     from graphrt.kernels.gemm_cache import VARIABLE, choice_path
 
     path = choice_path()
@@ -206,11 +207,11 @@ def probe_gemm_algorithms() -> Outcome:
     if path is None:
         return Outcome(ABSENT, f"{VARIABLE} is off: FP8 GEMMs run with torch's algorithms.", f"unset {VARIABLE}")
     e4m3, size = torch.float8_e4m3fn, 1024
-    key = cublaslt.GemmKey(0, size, size, size, e4m3, e4m3, torch.bfloat16, fast_accum=True, has_bias=False)
+    key = GemmKey(0, size, size, size, e4m3, e4m3, torch.bfloat16, fast_accum=True, has_bias=False)
     try:
-        library = cublaslt.load()
-        num = len(cublaslt.Gemm(library, key).candidates(8))
-    except cublaslt.CublasLtError as error:
+        library = load()
+        num = len(Gemm(library, key).candidates(8))
+    except CublasLtError as error:
         fact = f"FP8 GEMMs run with torch's algorithms: {_one_line(error)}"
         return Outcome(ABSENT, fact, "Use a build of torch whose cuBLASLt is a shared library, as those from pytorch.org.")
     kept = f"choices are kept in {path}" if path.exists() else f"nothing was chosen yet in {path}"

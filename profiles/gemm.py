@@ -27,7 +27,7 @@ from kernels import measure_us, num_buffers, weight_shapes
 from torch import Tensor
 
 from graphrt.kernels import cublaslt, gemm
-from graphrt.kernels.cublaslt import Algorithm, Gemm, GemmKey
+from graphrt.kernels.cublaslt_gemm import Algorithm, Gemm, GemmKey
 from graphrt.kernels.gemm_choice import NUM_CANDIDATES, Operands, choose, time_algorithms
 from graphrt.presets import PRESETS
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from graphrt.kernels.cublaslt import GemmKey
+from graphrt.kernels.cublaslt_gemm import GemmKey
 from graphrt.kernels.gemm_choice import ChosenGemm, Operands, choices
 from graphrt.kernels.quantized import FP8_DTYPES
 

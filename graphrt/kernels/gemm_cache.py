@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from graphrt.kernels.compiler import cache_dir, replace_file
-from graphrt.kernels.cublaslt import ALGORITHM_BYTES, Algorithm
+from graphrt.kernels.cublaslt import ALGORITHM_BYTES
+from graphrt.kernels.cublaslt_gemm import Algorithm
 
 __all__ = ["VARIABLE", "Choice", "ChoiceFile", "choice_path"]
 

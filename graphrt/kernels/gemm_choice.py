@@ -32,7 +32,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from graphrt.guards import is_capturing
 from graphrt.kernels import cublaslt
-from graphrt.kernels.cublaslt import Algorithm, CublasLtError, GemmKey
+from graphrt.kernels.cublaslt import CublasLtError
+from graphrt.kernels.cublaslt_gemm import Algorithm, Gemm, GemmKey
 from graphrt.kernels.gemm_cache import VARIABLE, Choice, ChoiceFile, choice_path
 
 __all__ = ["ChosenGemm", "GemmChoices", "Operands", "TimedGemm", "choices", "choose", "time_algorithms"]
@@ -62,7 +63,7 @@ class Operands(NamedTuple):
 
 
 class TimedGemm(Protocol):
-    """What choosing needs of a product (`graphrt.kernels.cublaslt.Gemm`)."""
+    """What choosing needs of a product (`graphrt.kernels.cublaslt_gemm.Gemm`)."""
 
     def candidates(self, num: int) -> list[Algorithm]: ...
     def accepts(self, algorithm: Algorithm) -> bool: ...
@@ -119,7 +120,7 @@ def time_algorithms(gemm: TimedGemm, key: GemmKey, operands: Operands, algorithm
 
 
 def _open_gemm(key: GemmKey) -> TimedGemm:
-    return cublaslt.Gemm(cublaslt.load(), key)
+    return Gemm(cublaslt.load(), key)
 
 
 def _name_machine(index: int) -> str:
@@ -175,7 +176,7 @@ class GemmChoices:
 
         Args:
             key: what is multiplied; M, N and K multiples of 16.
-            operands: at addresses as `graphrt.kernels.cublaslt.Gemm.multiply` takes them.
+            operands: at addresses as `graphrt.kernels.cublaslt_gemm.Gemm.multiply` takes them.
         """
         if torch._C._get_deterministic_algorithms():
             return None

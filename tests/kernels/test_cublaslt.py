@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from graphrt.kernels import cublaslt
-from graphrt.kernels.cublaslt import CONSTANTS, WORKSPACE_BYTES, Algorithm, CublasLt, CublasLtError, Gemm, GemmKey
+from graphrt.kernels import cublaslt, cublaslt_gemm
+from graphrt.kernels.cublaslt import CONSTANTS, CublasLt, CublasLtError
+from graphrt.kernels.cublaslt_gemm import WORKSPACE_BYTES, Algorithm, Gemm, GemmKey
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KEY = GemmKey(0, 32, 64, 128, E5M2, E4M3, torch.bfloat16, fast_accum=True, has_bias=False)
@@ -82,7 +83,7 @@ def library(monkeypatch) -> StandIn:
     """In place of the library, and of what else a launch asks of a GPU."""
     stand_in = StandIn()
     monkeypatch.setattr(CublasLt, "handle", lambda self, index: 4711 + index)
-    monkeypatch.setattr(cublaslt.device, "use_context", lambda index: None)
+    monkeypatch.setattr(cublaslt_gemm.device, "use_context", lambda index: None)
     for name, value in (("_cuda_getDevice", 0), ("_cuda_getCurrentRawStream", 99)):
         monkeypatch.setattr(torch._C, name, lambda *args, value=value: value, raising=False)
     return stand_in
@@ -186,9 +187,9 @@ def test_a_key_names_its_product_but_for_the_device():
 
 
 def test_the_structures_have_the_sizes_of_the_header():
-    assert ctypes.sizeof(cublaslt._AlgorithmStruct) == 64
-    assert ctypes.sizeof(cublaslt._HeuristicResult) == 96
-    assert ctypes.sizeof(c_void_p) == cublaslt._POINTER_BYTES
+    assert ctypes.sizeof(cublaslt.AlgorithmStruct) == 64
+    assert ctypes.sizeof(cublaslt.HeuristicResult) == 96
+    assert ctypes.sizeof(c_void_p) == cublaslt_gemm._POINTER_BYTES
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built with CUDA")

@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from graphrt.capture.recorder import compare, record
 from graphrt.kernels import gemm, gemm_choice, scaled_mm
-from graphrt.kernels.cublaslt import Algorithm, CublasLtError, GemmKey
+from graphrt.kernels.cublaslt import CublasLtError
+from graphrt.kernels.cublaslt_gemm import Algorithm, GemmKey
 from graphrt.kernels.gemm_cache import Choice, ChoiceFile, choice_path
 from graphrt.kernels.gemm_choice import GemmChoices, Operands, choose, time_algorithms
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import graphrt
 from graphrt.kernels import cublaslt, gemm, gemm_choice, scaled_mm
-from graphrt.kernels.cublaslt import Algorithm, Gemm, GemmKey
+from graphrt.kernels.cublaslt_gemm import Algorithm, Gemm, GemmKey
 from graphrt.kernels.gemm_cache import Choice
 from graphrt.kernels.gemm_choice import NUM_CANDIDATES, GemmChoices, Operands, choices
 
