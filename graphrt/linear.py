@@ -28,7 +28,7 @@ from graphrt.region import Context, Mode, RegionRecord, current_context
 from graphrt.sinks import deliver
 from graphrt.state import QuantizationState
 
-__all__ = ["Float8Linear", "LinearCall", "LinearSlots", "StaticWeight", "WeightKey", "finish_backward", "weight_grad"]
+__all__ = ["Float8Linear", "LinearCall", "LinearSlots", "StaticWeight", "WeightKey", "finish_backward", "input_grad", "weight_grad"]
 
 
 @dataclass(frozen=True)
@@ -280,17 +280,24 @@ class _Linear(torch.autograd.Function):
         if needs_x or needs_w:
             q = _quantize_grad_output(dy, ctx.call, transpose=needs_w)
             if needs_x:
-                dx = kernels.scaled_mm(q.data, q.scale_inv, w_t, w_scale_inv, ctx.x_dtype, fast_accum=False).view(ctx.x_shape)
+                dx = input_grad(q, w_t, w_scale_inv, ctx.x_dtype, ctx.call).view(ctx.x_shape)
             if needs_w:
-                dw = deliver(ctx.weight, lambda out: weight_grad(q, x_t, x_scale_inv, ctx.weight.dtype, out))
+                dw = deliver(ctx.weight, lambda out: weight_grad(q, x_t, x_scale_inv, ctx.weight.dtype, ctx.call, out))
         db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
         return dx, dw, db, None, None, None
 
 
-def weight_grad(q: QuantizedTensor, x_t: Tensor, x_scale_inv: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+def input_grad(q: QuantizedTensor, w_t: Tensor, w_scale_inv: Tensor, dtype: torch.dtype, call: LinearCall) -> Tensor:
+    """``dy w`` [rows, in_features] from the output gradient and the transposed copy of the weight."""
+    fast_accum = call.state.recipe.backward_fast_accum
+    return kernels.scaled_mm(q.data, q.scale_inv, w_t, w_scale_inv, dtype, fast_accum=fast_accum)
+
+
+def weight_grad(q: QuantizedTensor, x_t: Tensor, x_scale_inv: Tensor, dtype: torch.dtype, call: LinearCall, out: Tensor | None) -> Tensor:
     """``dy^T x`` [out_features, in_features] from the transposed copies of both, into ``out`` if given."""
     assert q.transposed is not None
-    return kernels.scaled_mm(q.transposed, q.scale_inv, x_t, x_scale_inv, dtype, fast_accum=False, out=out)
+    fast_accum = call.state.recipe.backward_fast_accum
+    return kernels.scaled_mm(q.transposed, q.scale_inv, x_t, x_scale_inv, dtype, fast_accum=fast_accum, out=out)
 
 
 def _quantize_grad_output(dy: Tensor, call: LinearCall, transpose: bool) -> QuantizedTensor:

@@ -362,7 +362,7 @@ class QuantizationState:
                 f"The quantization state dict has {len(slots)} slots, this state {len(self.slots)}; the first difference: expected "
                 f"{expected!r}, got {got!r}. Convert the same layers before loading."
             )
-        theirs, ours = state_dict["recipe"], self.recipe.to_dict()
+        theirs, ours = state_dict["recipe"], self.recipe.scaling_fields
         for field, value in ours.items():
             if theirs.get(field) != value:
                 raise ValueError(

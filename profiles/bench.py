@@ -92,10 +92,11 @@ def _build(settings: Any, device: Any, *, is_compiled: bool) -> Any:
     from graphrt.jobsetup import build_trainer, make_optimizer
     from graphrt.llama import is_block_linear
 
-    if not is_compiled:
-        return build_trainer(settings, device)
-    torch.manual_seed(settings.seed)
-    model: Any = PlainLlama(settings.shape, settings.seq_len).to(device)
+    with device:  # made where it runs: drawing a billion weights on a CPU takes longer than measuring
+        if not is_compiled:
+            return build_trainer(settings, device)
+        torch.manual_seed(settings.seed)
+        model: Any = PlainLlama(settings.shape, settings.seq_len)
     if settings.precision == "fp8":
         graphrt.convert_to_float8_training(model, module_filter_fn=is_block_linear)
     for block in model.blocks:

@@ -638,3 +638,21 @@ def test_saturation_is_counted_slot_by_slot():
     assert found["input"].num_underflowed >= 1
     assert found["weight"].num_saturated == 0
     assert not state.is_counting_saturation
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_the_recipe_says_how_gradients_accumulate(is_fast, monkeypatch):
+    flags = []
+    scaled_mm = kernels.scaled_mm
+
+    def watched(*args, fast_accum, **options):
+        flags.append(fast_accum)
+        return scaled_mm(*args, fast_accum=fast_accum, **options)
+
+    monkeypatch.setattr(kernels, "scaled_mm", watched)
+    model = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16))
+    graphrt.convert_to_float8_training(model, recipe=graphrt.DelayedScaling(backward_fast_accum=is_fast))
+    with graphrt.fp8_autocast():
+        loss = model(torch.randn(16, 32, requires_grad=True)).square().mean()
+    loss.backward()
+    assert flags == [True, True, *[is_fast] * 4]

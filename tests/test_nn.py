@@ -616,6 +616,24 @@ def test_the_feed_forward_keeps_no_copy_of_the_product(device):
     assert (WIDTH, BATCH * TOKENS) in kept
 
 
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_the_recipe_says_how_fused_gradients_accumulate(is_fast, monkeypatch):
+    flags = []
+    scaled_mm = graphrt.kernels.scaled_mm
+
+    def watched(*args: Any, fast_accum: bool, **options: Any) -> Tensor:
+        flags.append(fast_accum)
+        return scaled_mm(*args, fast_accum=fast_accum, **options)
+
+    monkeypatch.setattr(graphrt.kernels, "scaled_mm", watched)
+    parts = Parts()
+    graphrt.convert_to_float8_training(parts, recipe=graphrt.DelayedScaling(backward_fast_accum=is_fast))
+    with graphrt.fp8_autocast():
+        x = torch.randn(BATCH, TOKENS, WIDTH, requires_grad=True)
+        fused_ffn(parts, x, x)[1].square().mean().backward()
+    assert flags == [True, True, *[is_fast] * 4]
+
+
 # ---- known gaps
 
 

@@ -183,6 +183,7 @@ def test_the_scale_follows_the_recipe(recipe):
         ("amax_history_len", 2.0),
         ("amax_compute_algo", "mean"),
         ("reduce_amax", 1),
+        ("backward_fast_accum", 1),
     ],
 )
 def test_a_recipe_out_of_range_is_refused_by_field(field, value):
@@ -193,6 +194,19 @@ def test_a_recipe_out_of_range_is_refused_by_field(field, value):
 
 
 def test_a_recipe_comes_back_from_its_plain_values():
-    recipe = graphrt.DelayedScaling(margin=2, fp8_format=graphrt.Format.E4M3, amax_history_len=7, reduce_amax=False)
+    recipe = graphrt.DelayedScaling(
+        margin=2, fp8_format=graphrt.Format.E4M3, amax_history_len=7, reduce_amax=False, backward_fast_accum=False
+    )
     assert graphrt.DelayedScaling.from_dict(recipe.to_dict()) == recipe
     assert recipe != RECIPE
+
+
+@pytest.mark.parametrize("saved_with", [True, False, None])
+def test_a_state_loads_whatever_its_gemms_accumulated_in(saved_with):
+    """None: a checkpoint from before there was a choice."""
+    saved = graphrt.quantization_state(make_net(recipe=RECIPE)).state_dict()
+    saved["recipe"]["backward_fast_accum"] = saved_with
+    if saved_with is None:
+        del saved["recipe"]["backward_fast_accum"]
+    assert graphrt.DelayedScaling.from_dict(saved["recipe"]).backward_fast_accum is (saved_with is not False)
+    graphrt.quantization_state(make_net(recipe=RECIPE)).load_state_dict(saved)

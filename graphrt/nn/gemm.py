@@ -14,7 +14,7 @@ from graphrt import kernels
 from graphrt.kernels import QuantizedTensor, QuantizeTo
 from graphrt.kernels.fused import MAX_COLUMNS
 from graphrt.kernels.quantized import INPUT_DTYPES
-from graphrt.linear import Float8Linear, LinearCall, finish_backward, weight_grad
+from graphrt.linear import Float8Linear, LinearCall, finish_backward, input_grad, weight_grad
 from graphrt.owners import working_for
 from graphrt.sinks import deliver
 
@@ -167,12 +167,12 @@ class Fp8Gemm:
     def grad_input(self, grad: Operand, saved: list[Tensor]) -> Tensor:
         """``dy w``."""
         with working_for(self.linear):
-            return kernels.scaled_mm(grad.data, grad.scale_inv, saved[2], saved[3], self.dtype, fast_accum=False)
+            return input_grad(grad, saved[2], saved[3], self.dtype, self._call)
 
     def weight_grad(self, grad: Operand, saved: list[Tensor]) -> Tensor | None:
         """``dy^T x`` into the weight's sink, or returned."""
         with working_for(self.linear):
-            return deliver(self.weight, lambda out: weight_grad(grad, saved[0], saved[1], self.weight.dtype, out))
+            return deliver(self.weight, lambda out: weight_grad(grad, saved[0], saved[1], self.weight.dtype, self._call, out))
 
     def finish(self) -> None:
         """A quantized backward has run: request the scale update."""
