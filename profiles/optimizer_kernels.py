@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from graphrt import kernels
-from graphrt.kernels.multi_tensor import TensorTable, adamw_, grad_norm
+from graphrt.kernels.grad_norm import NormTable, grad_norm
+from graphrt.kernels.multi_tensor import TensorTable, adamw_
 
 COPY_BYTES = 2**31  # of each buffer
 NUM_WARMUP = 3
@@ -77,7 +78,7 @@ def make_cases(params: list[nn.Parameter]) -> list[tuple[str, int, Callable[[], 
     """Name, bytes a parameter, and launch of each case; torch's works on the same parameters and gradients."""
     grads = [p.grad for p in params if p.grad is not None]
     moments = [[torch.zeros_like(p) for p in params] for _ in range(2)]
-    table, grads_table = TensorTable(params, grads, *moments), TensorTable(grads)
+    table, grads_table = TensorTable(params, grads, *moments), NormTable.whole(grads)
     steps = TensorTable([torch.zeros((), device="cuda") for _ in params])
     norm, lr, weight_decay = [torch.tensor(value, device="cuda") for value in (0.0, 1e-4, 0.1)]
     grad_norm(grads_table, norm)

@@ -1,17 +1,20 @@
-// The L2 norm of many tensors together, in one launch and always summed in the same order.
+// The L2 norm of many tensors together, in one launch or several, and always summed in the same order.
 //
-// A fixed number of blocks takes the chunks of the table in turn (see multi_tensor.py). A thread squares its 32 elements
-// of a chunk and adds them in fp32, in chains of eight; everything beyond is added in fp64, so that the result is within
-// 1e-6 of the exact one whatever the number of elements. The block that finishes last adds the blocks' sums by their
-// number, not by the order in which they came. A square beyond FLT_MAX is inf: such a gradient counts as not finite.
+// A block takes a piece of a tensor, which is up to eight chunks (see grad_norm.py). A thread squares its 32 elements of a
+// chunk and adds them in fp32, in chains of eight; everything beyond is added in fp64, so that the result is within 1e-6 of
+// the exact one whatever the number of elements. Each piece has a place of its own for its sum. The block that finishes
+// last, of whichever launch, adds all of them by place: neither the order in which they came nor the launches that the
+// pieces were divided into change a bit. A square beyond FLT_MAX is inf: such a gradient counts as not finite.
 //
 // Every kernel argument is 8 bytes wide: a launcher can pass plain integers. common.cuh stands in front of this text.
 
 constexpr int kThreads = 256;
-constexpr int kChunk = 8192;  // elements; mirrors multi_tensor.py
+constexpr int kChunk = 8192;        // elements
+constexpr int kPiece = 8 * kChunk;  // mirrors grad_norm.py
 constexpr int kBlocksPerSm = 4;
+constexpr int kAhead = 8;  // sums that a thread of the last block has under way at once
 
-enum DtypeCode { kFp32, kBf16, kFp16 };  // mirrors multi_tensor.py
+enum DtypeCode { kFp32, kBf16, kFp16 };  // mirrors tensor_table.py
 
 // Written out because the compiler cannot know that the table's addresses are of global memory. Nothing writes the
 // gradients meanwhile, so the read-only path serves.
@@ -81,12 +84,12 @@ __device__ __forceinline__ double sum_block(double value) {
 }
 
 // Whether this block is the last to leave its sum; then all sums may be read.
-__device__ __forceinline__ bool leave_partial(double sum, double* partials, u32* num_finished, i64 num_blocks) {
+__device__ __forceinline__ bool leave_sum(double sum, double* place, u32* num_finished, i64 num_pieces) {
     __shared__ bool is_last;
     if (threadIdx.x == 0) {
-        partials[blockIdx.x] = sum;
+        *place = sum;
         __threadfence();
-        is_last = atomicAdd(num_finished, 1u) == (u32)num_blocks - 1;
+        is_last = atomicAdd(num_finished, 1u) == (u32)num_pieces - 1;
     }
     __syncthreads();
     if (is_last) __threadfence();
@@ -94,26 +97,29 @@ __device__ __forceinline__ bool leave_partial(double sum, double* partials, u32*
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm) graphrt_grad_norm(
-    const i64* pointers, const i64* sizes, const i64* dtypes, const i64* chunks, i64 num_chunks, i64 num_blocks,
-    double* partials, u32* num_finished, float* norm) {
+    const i64* pointers, const i64* sizes, const i64* dtypes, const i64* places, const i64* pieces, i64 num_pieces,
+    double* sums, u32* num_finished, float* norm) {
+    const i64 row = pieces[blockIdx.x] >> 32, piece = pieces[blockIdx.x] & 0xffffffff;
+    const i64 dtype = dtypes[row], address = pointers[row], size = sizes[row];
+    const i64 end = size - piece * kPiece < kPiece ? size : (piece + 1) * kPiece;
     double sum = 0.0;
-    i64 chunk = blockIdx.x;
-    i64 entry = chunk < num_chunks ? chunks[chunk] : 0;
-    while (chunk < num_chunks) {
-        const i64 row = entry >> 32, first = (entry & 0xffffffff) * kChunk;
-        chunk += num_blocks;
-        if (chunk < num_chunks) entry = chunks[chunk];  // ahead of the elements, whose wait it shares
-        sum += (double)sum_row_squares(dtypes[row], pointers[row], first, sizes[row]);
-    }
+#pragma unroll 1
+    for (i64 first = piece * kPiece; first < end; first += kChunk) sum += (double)sum_row_squares(dtype, address, first, size);
     sum = sum_block(sum);
-    if (!leave_partial(sum, partials, num_finished, num_blocks)) return;
+    if (!leave_sum(sum, sums + places[row] + piece, num_finished, num_pieces)) return;
 
-    const volatile double* all = partials;  // past L1: other multiprocessors wrote them
+    const volatile double* all = sums;  // past L1: other multiprocessors wrote them
     double total = 0.0;
-    for (i64 i = threadIdx.x; i < num_blocks; i += kThreads) total += all[i];
+    for (i64 first = threadIdx.x; first < num_pieces; first += kAhead * kThreads) {
+        double ahead[kAhead];
+#pragma unroll
+        for (int i = 0; i < kAhead; i++) ahead[i] = first + i * kThreads < num_pieces ? all[first + i * kThreads] : 0.0;
+#pragma unroll
+        for (int i = 0; i < kAhead; i++) total += ahead[i];
+    }
     total = sum_block(total);
     if (threadIdx.x == 0) {
         *norm = (float)sqrt(total);
-        *num_finished = 0;  // for the next launch
+        *num_finished = 0;  // for the next norm
     }
 }

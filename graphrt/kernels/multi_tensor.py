@@ -1,9 +1,9 @@
-"""Gradient norm and AdamW over all tensors of a step, in three launches, with nothing read on the host.
+"""AdamW over all tensors of a step, in two launches, with nothing read on the host.
 
 The kernels get a table on the device: the tensors' addresses in columns, their sizes, and a map from the blocks of a 1-D
-grid to equal chunks of tensors. On a CPU the same functions run in plain torch, tensor by tensor and in order: that is
-the specification, which AdamW's kernel equals bit for bit (the bias corrections come from fp64 powers, where a last bit
-may differ between math libraries and, rarely, show). The norm agrees with an fp64 one to 1e-6.
+grid to equal chunks of tensors. On a CPU the same function runs in plain torch, tensor by tensor and in order: that is
+the specification, which the kernel equals bit for bit (the bias corrections come from fp64 powers, where a last bit
+may differ between math libraries and, rarely, show).
 """
 
 from dataclasses import dataclass
@@ -13,32 +13,13 @@ import torch
 from torch import Tensor
 
 from graphrt.kernels import device
-from graphrt.kernels.tensor_table import NUM_NORM_BLOCKS, TableCache, TensorTable, describe
+from graphrt.kernels.tensor_table import TableCache, TensorTable, check_scalar
 
-__all__ = ["TableCache", "TensorTable", "adamw_", "grad_norm"]
+__all__ = ["TableCache", "TensorTable", "adamw_"]
 
-_THREADS = 256  # as in grad_norm.cu and adamw.cu
+_THREADS = 256  # as in adamw.cu
 _CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-
-def grad_norm(table: TensorTable, out: Tensor) -> None:
-    """Write the L2 norm of all tensors together to ``out``: ``sqrt(sum(x.float() ** 2))``. One launch.
-
-    Squares are fp32, so beyond 1.8e19 a value counts as inf, as in torch's fp32 norm; sums beyond a few values are fp64, in
-    an order that only the sizes decide: the same values give the same bits. An inf or a NaN makes the norm one of them.
-
-    Args:
-        table: one column, any mix of fp32, bf16 and fp16.
-        out: 0-dim fp32 on the table's device.
-
-    Raises:
-        ValueError: an argument is not as above.
-    """
-    if len(table.columns) != 1:
-        raise ValueError(f"table has {len(table.columns)} columns, expected 1, the gradients.")
-    _check_scalar("out", out, table.device)
-    (_launch_grad_norm if table.device.type == "cuda" else _reference_grad_norm)(table, out)
 
 
 @dataclass(frozen=True)
@@ -112,14 +93,6 @@ def adamw_(
 # ---- launches ----
 
 
-def _launch_grad_norm(table: TensorTable, out: Tensor) -> None:
-    on_device = table.on_device
-    num_blocks = max(1, min(on_device.num_chunks, NUM_NORM_BLOCKS))
-    counter = on_device.partials.data_ptr()
-    args = (*on_device.addresses, on_device.num_chunks, num_blocks, counter + 8, counter, out.data_ptr())
-    device.launch(out.get_device(), "graphrt_grad_norm", num_blocks, _THREADS, args)
-
-
 def _launch_adamw(table: TensorTable, steps: TensorTable, rule: _Rule) -> None:
     on_device, index, num_rows = table.on_device, rule.lr.get_device(), table.num_rows
     pointers, sizes, _, chunks = on_device.addresses
@@ -147,12 +120,6 @@ def _move_weight(beta: float) -> float:
 
 
 # ---- reference ----
-
-
-@torch.no_grad()
-def _reference_grad_norm(table: TensorTable, out: Tensor) -> None:
-    sums = [x.float().square().sum(dtype=torch.float64) for x in table.columns[0]]
-    out.copy_(torch.stack(sums).sum().sqrt())
 
 
 @torch.no_grad()
@@ -209,11 +176,6 @@ def _check_adamw(table: TensorTable, steps: TensorTable, rule: _Rule) -> None:
     if not is_one_each or steps.dtype is not torch.float32 or steps.device != table.device:
         raise ValueError(f"steps is not one column of {table.num_rows} float32 counts of one element on {table.device}.")
     for name in ("lr", "weight_decay", "grad_norm", "max_grad_norm"):
-        _check_scalar(name, getattr(rule, name), table.device)
+        check_scalar(name, getattr(rule, name), table.device)
     if not (0 <= rule.beta1 < 1 and 0 <= rule.beta2 < 1 and rule.eps >= 0):
         raise ValueError(f"beta1, beta2 and eps are {rule.beta1}, {rule.beta2} and {rule.eps}, expected 0 <= beta < 1 and eps >= 0.")
-
-
-def _check_scalar(name: str, x: Tensor, expected_device: torch.device) -> None:
-    if x.dim() != 0 or x.dtype is not torch.float32 or x.device != expected_device:
-        raise ValueError(f"{name} is {describe(x)}, expected a 0-dim float32 tensor on {expected_device}.")

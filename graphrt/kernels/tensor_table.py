@@ -1,10 +1,11 @@
-"""Lists of tensors as the kernels of :mod:`graphrt.kernels.multi_tensor` read them: a table of addresses on the device."""
+"""Lists of tensors as the kernels of many tensors read them: a table of addresses on the device."""
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from typing import Any, Protocol, TypeVar, overload
 
 import numpy as np
 import torch
@@ -14,15 +15,28 @@ from torch.utils._python_dispatch import _disable_current_modes
 from graphrt import guards
 from graphrt.errors import GraphrtError
 
-__all__ = ["NUM_NORM_BLOCKS", "TableCache", "TensorTable", "block_map", "describe", "upload"]
+__all__ = [
+    "DTYPE_CODES", "Table", "TableCache", "TensorTable", "block_map", "check_columns", "check_scalar", "describe", "form_of", "key_of",
+    "upload",
+]  # fmt: skip
 
-# These mirror the constants of grad_norm.cu and adamw.cu.
+# These mirror the constants of adamw.cu.
 _CHUNK = 8192  # elements a block takes at once
 _SHARED_SCALARS = 4
-_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+#: As grad_norm.cu and adamw.cu number them.
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-#: Blocks of the norm: four on each of an H200's multiprocessors. Fixed, because the order of summation depends on it.
-NUM_NORM_BLOCKS = 528
+
+class Table(Protocol):
+    """What a `TableCache` keeps; the methods are as `TensorTable` has them."""
+
+    def holds(self, *columns: Sequence[Tensor]) -> bool: ...
+    def fits(self, *columns: Sequence[Tensor]) -> bool: ...
+    def hold(self, *columns: Sequence[Tensor]) -> None: ...
+    def write(self) -> None: ...
+
+
+T = TypeVar("T", bound=Table)
 
 
 @dataclass(frozen=True)
@@ -32,7 +46,6 @@ class _DeviceTable:
     words: Tensor  # int64: addresses [columns, rows], sizes [rows], dtype codes [rows], chunks [num_chunks]
     addresses: tuple[int, int, int, int]  # where those four start
     scalars: Tensor  # [4 + 2 * rows] fp32, written by the first AdamW launch for the second
-    partials: Tensor  # [1 + NUM_NORM_BLOCKS] fp64: the count of finished blocks (an integer), then one sum a block
     num_chunks: int
 
 
@@ -52,10 +65,10 @@ class TensorTable:
     """
 
     def __init__(self, *columns: Sequence[Tensor]) -> None:
-        _check_columns(columns)
+        check_columns(columns)
         self.columns = tuple(tuple(column) for column in columns)
         self.device = self.columns[0][0].device
-        self._key = _key(columns)
+        self._key = key_of(columns)
         if self.device.type == "cuda":
             _ = self.on_device  # now: a later first use could be under capture, which refuses the copy
 
@@ -71,11 +84,11 @@ class TensorTable:
 
     def holds(self, *columns: Sequence[Tensor]) -> bool:
         """Whether ``columns`` have this table's addresses, sizes and dtypes."""
-        return self._key == _key(columns)
+        return self._key == key_of(columns)
 
     def fits(self, *columns: Sequence[Tensor]) -> bool:
         """Whether ``columns`` have this table's sizes and dtypes, at whatever addresses."""
-        return _form(self._key) == _form(_key(columns))
+        return form_of(self._key) == form_of(key_of(columns))
 
     def hold(self, *columns: Sequence[Tensor]) -> None:
         """Hold ``columns``, which fit, instead. Kernels must not run with the table before :meth:`write`.
@@ -83,9 +96,9 @@ class TensorTable:
         Raises:
             ValueError: as the constructor.
         """
-        _check_columns(columns)
+        check_columns(columns)
         self.columns = tuple(tuple(column) for column in columns)
-        self._key = _key(columns)
+        self._key = key_of(columns)
 
     def write(self) -> None:
         """Tell the device what the table holds, on the current stream, without a sync."""
@@ -109,7 +122,6 @@ class TensorTable:
             words=words,
             addresses=(first, second, third, fourth),
             scalars=torch.zeros(_SHARED_SCALARS + 2 * self.num_rows, dtype=torch.float32, device=self.device),
-            partials=torch.zeros(1 + NUM_NORM_BLOCKS, dtype=torch.float64, device=self.device),
             num_chunks=len(words) - num_before_chunks,
         )
 
@@ -117,7 +129,7 @@ class TensorTable:
         """Addresses column by column, sizes, dtype codes, and what each block works on."""
         first = self.columns[0]
         pointers = [x.data_ptr() for column in self.columns for x in column]
-        sizes, codes = [x.numel() for x in first], [_DTYPE_CODES[x.dtype] for x in first]
+        sizes, codes = [x.numel() for x in first], [DTYPE_CODES[x.dtype] for x in first]
         chunks = block_map([-(-size // _CHUNK) for size in sizes])
         return np.concatenate([np.array([*pointers, *sizes, *codes], dtype=np.int64), chunks])
 
@@ -130,15 +142,19 @@ class TableCache:
     """
 
     def __init__(self) -> None:
-        self._tables: dict[Hashable, TensorTable] = {}
-        self._captured: list[TensorTable] = []
-        self._unwritten: dict[Hashable, TensorTable] = {}
+        self._tables: dict[Hashable, Table] = {}
+        self._captured: list[Table] = []
+        self._unwritten: dict[Hashable, Table] = {}
 
-    def get(self, slot: Hashable, *columns: Sequence[Tensor]) -> TensorTable:
-        """The table of ``columns``, new only if the slot's last one has other tensors.
+    @overload
+    def get(self, slot: Hashable, *columns: Sequence[Tensor]) -> TensorTable: ...
+    @overload
+    def get(self, slot: Hashable, *columns: Sequence[Tensor], make: Callable[..., T]) -> T: ...
+    def get(self, slot: Hashable, *columns: Sequence[Tensor], make: Callable[..., Any] = TensorTable) -> Any:
+        """The table that ``make`` makes of ``columns``, new only if the slot's last one has other tensors.
 
         Raises:
-            ValueError: as :class:`TensorTable`.
+            ValueError: as ``make``.
             GraphrtError: it would have to be made while the current stream captures.
         """
         table = self._tables.get(slot)
@@ -146,12 +162,10 @@ class TableCache:
         if _is_under_capture(columns):
             return self._get_for_capture(slot, table, is_current, columns)
         if table is None or not is_current:
-            table = self._tables[slot] = TensorTable(*columns)
+            table = self._tables[slot] = make(*columns)
         return table
 
-    def _get_for_capture(
-        self, slot: Hashable, table: TensorTable | None, is_current: bool, columns: Sequence[Sequence[Tensor]]
-    ) -> TensorTable:
+    def _get_for_capture(self, slot: Hashable, table: Table | None, is_current: bool, columns: Sequence[Sequence[Tensor]]) -> Table:
         is_captured = any(table is captured for captured in self._captured)
         if table is None or not (is_current or (table.fits(*columns) and not is_captured)):
             raise GraphrtError(
@@ -186,6 +200,10 @@ class TableCache:
         """No graph captured so far will be replayed any more: its tables may be written anew."""
         self._captured.clear()
 
+    def drop(self, slot: Hashable) -> None:
+        """Let go of the slot's table, and with it of its tensors; one that a graph reads stays until :meth:`clear`."""
+        self._tables.pop(slot, None)
+
     def clear(self) -> None:
         """Drop all tables. No graph captured with one may be replayed any more."""
         self._tables.clear()
@@ -210,26 +228,29 @@ def block_map(num_blocks: Sequence[int]) -> np.ndarray:
     return rows << 32 | np.arange(len(rows), dtype=np.int64) - starts
 
 
-_Key = list[list[tuple[int, int, torch.dtype]]]
+#: What a table depends on: equal for columns that one table serves.
+Key = list[list[tuple[int, int, torch.dtype]]]
 
 
-def _key(columns: Sequence[Sequence[Tensor]]) -> _Key:
+def key_of(columns: Sequence[Sequence[Tensor]]) -> Key:
+    """Address, size and dtype of each tensor."""
     return [[(x.data_ptr(), x.numel(), x.dtype) for x in column] for column in columns]
 
 
-def _form(key: _Key) -> list[list[tuple[int, torch.dtype]]]:
+def form_of(key: Key) -> list[list[tuple[int, torch.dtype]]]:
     """A key without its addresses."""
     return [[(size, dtype) for _, size, dtype in column] for column in key]
 
 
-def _check_columns(columns: Sequence[Sequence[Tensor]]) -> None:
+def check_columns(columns: Sequence[Sequence[Tensor]]) -> None:
+    """Raise ValueError unless ``columns`` are as :class:`TensorTable` says."""
     lengths = [len(column) for column in columns]
     if not lengths or lengths[0] == 0 or len(set(lengths)) != 1:
         raise ValueError(f"columns have lengths {lengths}, expected equal ones above 0. Leave the call out if there are no tensors.")
     expected_device = columns[0][0].device
     for i, row in enumerate(zip(*columns, strict=True)):
         for x in row:
-            if x.layout is not torch.strided or x.dtype not in _DTYPE_CODES or x.device != expected_device:
+            if x.layout is not torch.strided or x.dtype not in DTYPE_CODES or x.device != expected_device:
                 raise ValueError(f"row {i} holds {describe(x)}, expected dense float32, bfloat16 or float16 on {expected_device}.")
             if x.shape != row[0].shape or x.stride() != row[0].stride() or not _is_dense(x):
                 raise ValueError(
@@ -253,3 +274,9 @@ def _is_dense(x: Tensor) -> bool:
 def describe(x: Tensor) -> str:
     """The tensor in an error message."""
     return f"a {x.dtype} tensor of shape {list(x.shape)} on {x.device}" if x.layout is torch.strided else f"a {x.layout} tensor"
+
+
+def check_scalar(name: str, x: Tensor, expected_device: torch.device) -> None:
+    """Raise ValueError unless ``x`` is a 0-dim fp32 tensor there."""
+    if x.dim() != 0 or x.dtype is not torch.float32 or x.device != expected_device:
+        raise ValueError(f"{name} is {describe(x)}, expected a 0-dim float32 tensor on {expected_device}.")
