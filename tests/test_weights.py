@@ -98,7 +98,9 @@ class ReversedModel(TokenModel):
 REVERSED = ["blocks.1.up", "blocks.1.down", "blocks.0.up", "blocks.0.down", "head"]
 
 
-def test_larger_models_have_a_few_launches_in_the_order_of_use(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.gpu
+def test_larger_models_have_a_few_launches_in_the_order_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda")
     monkeypatch.setattr(capture_weights, "_FIRST_ELEMENTS", 1)
     single, batched = captured_slots(monkeypatch, device, model=ReversedModel)
     assert single == []

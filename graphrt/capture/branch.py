@@ -37,10 +37,10 @@ class Mark:
 
 
 class Branch:
-    """The branch beside one capture stream; does nothing outside of `open`.
+    """The branch beside one capture stream; does nothing outside of `open`, and nothing at all without streams.
 
     Args:
-        streams: the capture stream, and that of the branch, of lower priority; None without a GPU.
+        streams: the capture stream, and that of the branch, of lower priority; None for a graph of one chain, or no GPU.
         num_nodes: number of nodes in the graph so far.
     """
 
@@ -55,6 +55,16 @@ class Branch:
     def is_open(self) -> bool:
         """Whether `beside` forks."""
         return self._is_open
+
+    @property
+    def can_fork(self) -> bool:
+        """Whether there is a second stream at all."""
+        return self._streams is not None
+
+    @property
+    def is_on_main(self) -> bool:
+        """Whether the current stream is the one that is captured, and none of the user's beside it."""
+        return self._streams is not None and torch.cuda.current_stream() == self._streams[0]
 
     @contextmanager
     def open(self) -> Iterator[None]:

@@ -24,6 +24,7 @@ from graphrt.capture.cuda_rng import RngTrace, observed_rng
 from graphrt.capture.fingerprint import Fingerprint
 from graphrt.capture.inputs import StaticInputs, signature
 from graphrt.capture.nodes import NodeMap, NodeObserver, raw_operations
+from graphrt.capture.norm import StepNorm
 from graphrt.capture.recorder import Recording, compare, record
 from graphrt.capture.region import CapturedRegion
 from graphrt.capture.results import StaticResults
@@ -71,6 +72,7 @@ class StepGraph:
         self.inputs = StaticInputs(batch, runner.device)
         self.microbatches = batches.split(self.inputs.batch, runner.num_microbatches)
         self.weights = StepWeights(runner.weights, runner.branch)
+        self.norm = StepNorm(runner.body, runner.branch)
         self.num_warmups = 0
         self.made_gradients = False  # in the last warmup step
         self.results: StaticResults | None = None
@@ -116,6 +118,7 @@ class StepGraph:
                 return result
             self.settings = Fingerprint(self.runner.body)
             self.weights.learn()
+            self.norm.learn()
         self.num_warmups += 1
         return result
 
@@ -128,8 +131,9 @@ class StepGraph:
 
     def run_body(self) -> StepResult:
         """Issue the step on the static inputs."""
-        with self.weights.attached():
-            return self.runner.body.run(self.microbatches, CapturedRegion(self.weights.open_record, self.weights.close_record))
+        region = CapturedRegion(self.weights.open_record, self.weights.close_record)
+        with self.weights.attached(), self.norm.attached():
+            return self.runner.body.run(self.microbatches, region, self.norm.finish)
 
     def run_captured(self) -> StepResult:
         """Issue the step and leave its results where replays leave them."""
@@ -205,6 +209,7 @@ class StepGraph:
             self.graph.close()
             self.graph = None
         self.weights.drop_tables()
+        self.norm.drop_tables()
 
     def close(self) -> None:
         """Free the graph and everything it wrote to."""
@@ -213,6 +218,7 @@ class StepGraph:
         if self.observation is not None:
             self.observation.close()
         self.weights.close()
+        self.norm.close()
         self.graph = self.observation = self.results = self.node_map = None
 
 
@@ -246,7 +252,7 @@ class CapturedRunner:
         self.stats = CaptureStats()
         self.is_cuda = device.type == "cuda"
         self._stream = capture_stream(device) if self.is_cuda else None
-        self.branch = self._make_branch() if has_branch else None
+        self.branch = self._make_branch() if has_branch else Branch()
         self._pool: GraphPool | None = None
         self._graphs: dict[Any, StepGraph] = {}
         self.latest: StepGraph | None = None  # of the last batch that a step was taken with
@@ -354,6 +360,7 @@ class CapturedRunner:
         with (
             CAPTURE,
             graph.weights.batched(),
+            graph.norm.planned(),
             self.body.gradients.closed(
                 f"in the step that was captured, after {self.num_warmup_steps} warmup steps without one. "
                 "Raise warmup_steps, or make every step use it."
@@ -362,6 +369,7 @@ class CapturedRunner:
             graph.graph, observation = capture_on(graph)
         self._check_capture(graph, observation)
         graph.weights.check()
+        graph.norm.check()
 
     def _capture_cuda(self, graph: StepGraph) -> tuple[_Replayable, Recording | None]:
         assert self._stream is not None
@@ -391,15 +399,14 @@ class CapturedRunner:
     def _capture_with_names(self, graph: StepGraph, stream: torch.cuda.Stream, pool: GraphPool) -> tuple[CapturedGraph, Recording | None]:
         """Capture, and note which nodes belong to which module."""
         observer = NodeObserver(CaptureCounter(stream))
-        open_branch = nullcontext() if self.branch is None else self.branch.open()
 
         def body() -> Recording | None:
-            with open_branch, attributing(self.body.model, observer.leave):
+            with self.branch.open(), attributing(self.body.model, observer.leave):
                 return graph.run_observed(observer)
 
         with _no_compiling():
             captured, observation = capture(body, stream=stream, pool=pool.handle, rng_trace=graph.rng_trace)
-        graph.node_map = observer.node_map(captured.nodes, () if self.branch is None else self.branch.nodes)
+        graph.node_map = observer.node_map(captured.nodes, self.branch.nodes)
         return captured, observation
 
     def _capture_cpu(self, graph: StepGraph) -> tuple[_Replayable, Recording | None]:

@@ -112,10 +112,10 @@ class StepWeights:
     """The FP8 weights of the step of one batch shape.
 
     Args:
-        branch: beside the capture stream; None makes all weights before the forward.
+        branch: beside the capture stream; one that cannot fork has all weights made before the forward.
     """
 
-    def __init__(self, storage: WeightStorage, branch: Branch | None) -> None:
+    def __init__(self, storage: WeightStorage, branch: Branch) -> None:
         self._storage = storage
         self._branch = branch
         self._in_step: dict[Float8Linear, _StoredWeight] = {}
@@ -141,17 +141,17 @@ class StepWeights:
             self._make_all(self._chunks)
 
     def _make_all(self, chunks: list[_Chunk]) -> None:
-        self._make(chunks[0], None)
-        if self._branch is None or len(chunks) == 1:
-            return
-        with self._branch.beside():
-            for chunk in chunks[1:]:
-                self._make(chunk, self._branch)
+        first, *others = chunks
+        self._make(first)
+        if others:
+            with self._branch.beside():
+                for chunk in others:
+                    self._make(chunk)
 
-    def _make(self, chunk: _Chunk, branch: Branch | None) -> None:
+    def _make(self, chunk: _Chunk) -> None:
         """Issue one launch, and let the forwards find what it makes."""
         kernels.quantize_many(chunk.table)
-        mark = None if branch is None else branch.mark()
+        mark = self._branch.mark()
         for linear in chunk.linears:
             stored, weight = self._in_step[linear], _parameter(linear)
             assert stored.key is not None
@@ -187,7 +187,7 @@ class StepWeights:
 
     def _divide(self, linears: list[Float8Linear]) -> list[list[Float8Linear]]:
         """What each launch makes."""
-        if self._branch is None:
+        if not self._branch.can_fork:
             return [linears] if linears else []
         chunks = growing_chunks([linear.weight.numel() for linear in linears], _FIRST_ELEMENTS)
         return [linears[chunk.start : chunk.stop] for chunk in chunks]
