@@ -43,7 +43,7 @@ _serials = itertools.count()
 
 def registered_states() -> list["QuantizationState"]:
     """All living states of the process, in order of creation."""
-    return [state for _, state in sorted(_registry.items())]
+    return [state for reference in _registry.valuerefs() if (state := reference()) is not None]
 
 
 def blocking_guard(*, may_capture: bool = False) -> str | None:

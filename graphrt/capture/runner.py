@@ -252,9 +252,14 @@ class CapturedRunner:
         return self._graphs.get(signature(batch))
 
     def check(self) -> None:
-        """Raise CaptureError unless everything the graphs hold is where and what it was."""
+        """Raise CaptureError unless everything the graphs hold is where and what it was; put back a ``.grad`` set to None."""
         if self._fingerprint is not None:
             self._fingerprint.check()
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether the optimizer is in the graphs, if there are any. After `check` it is as true as at the capture."""
+        return self._fingerprint is not None and self._fingerprint.has_optimizer
 
     def drop_unused(self) -> None:
         """Forget shapes that have not completed a step: their first one failed."""
