@@ -197,7 +197,8 @@ class QuantizationState:
 
     def note_replay(self) -> None:
         """Say that a graph has updated this state on the device, so that the host's counts are out of date."""
-        self._has_replayed = True
+        if not self._has_replayed:  # Captured steps look again at what a write may have changed.
+            self._has_replayed = True
 
     @property
     def backward_update_requested(self) -> bool:

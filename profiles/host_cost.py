@@ -122,14 +122,14 @@ def _print(title: str, columns: dict[str, dict[str, float]]) -> None:
         print(f"  {part:24}" + "".join(f"{values[part]:11.1f} us" for values in columns.values()))
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Measure the presets named, then the models of so many layers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("presets", nargs="*", help="(default: micro, without --layers)")
     parser.add_argument("--layers", default="", help="numbers of blocks of small models, separated by commas")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="(default: %(default)s)")
     parser.add_argument("--evict-mib", type=int, default=0, help="memory to overwrite in place of each replay")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         print("host_cost.py needs an NVIDIA GPU, and there is none; --device cpu tries it on the recorder.", file=sys.stderr)
         return 2

@@ -29,7 +29,7 @@ _get_training, _get_requires_grad, _get_grad = map(operator.attrgetter, ("traini
 
 
 class _Entry(NamedTuple):
-    """An object and where it is looked up: ``holder.get(key)``. Of tensors the address is compared too."""
+    """An object and where it is looked up: ``holder.get(key)``."""
 
     name: str
     holder: Any
@@ -47,7 +47,8 @@ class Fingerprint:
 
     def __init__(self, body: StepBody) -> None:
         self._body = body
-        self._entries = [*_model_entries(body), *_optimizer_entries(body), *_state_entries(body)]
+        optimizer_entries = _optimizer_entries(body)
+        self._entries = [*_model_entries(body), *optimizer_entries, *_state_entries(body)]
         self._dicts = _dicts(body)
         compared_whole = set(map(id, self._dicts))
         self._attributes = [entry for entry in self._entries if id(entry.holder) not in compared_whole]
@@ -58,8 +59,9 @@ class Fingerprint:
         self._modules = list(body.model.named_modules())
         self._flagged = [module for _, module in self._modules]
         self._training = list(map(_get_training, self._flagged))
+        holders = [entry.holder for entry in self._attributes]
         # `training` is found in a module's own dict.
-        self._watch = DictWatch([*self._dicts, *map(vars, self._flagged), *body.optimizer.hooks])
+        self._watch = DictWatch([*self._dicts, *holders, *map(vars, self._flagged), *body.optimizer.hooks])
         self._parameters = list(body.gradients.named.items())
         self._trained = [p for _, p in self._parameters]
         self._requires_grad = list(map(_get_requires_grad, self._trained))
@@ -70,7 +72,8 @@ class Fingerprint:
         self._without_grad = [(name, p) for name, p in self._parameters if p.grad is None]
         # Gradients and an optimizer's tensors are told by identity alone: rebinding their data without replacing them is
         # nobody's habit. Should it happen, the graph goes on writing to what is kept here, and not to memory of others.
-        self._kept = [entry.found.untyped_storage() for entry in self._entries if isinstance(entry.found, Tensor)]
+        by_identity = [*self._grads, *(entry.found for entry in optimizer_entries if isinstance(entry.found, Tensor))]
+        self._kept = [x.untyped_storage() for x in by_identity]
         self._reason_outside = body.optimizer.reason_outside
         self._groups = [_frozen(group) for group in body.optimizer.optimizer.param_groups]
 
@@ -91,7 +94,6 @@ class Fingerprint:
             self._check_training()
             self._check_reason_outside()
             self._watch.start()
-        self._check_attributes()
         self._check_parameters()
         self._check_groups()
 
@@ -110,16 +112,12 @@ class Fingerprint:
     def _check_dicts(self) -> None:
         # Value by value in C, without a look-up a key.
         is_same = all(map(operator.is_, chain.from_iterable(self._values), self._objects)) and not any(self._empty)
-        if not is_same:
-            self._name_moved()
-
-    def _check_attributes(self) -> None:
-        if any(entry.holder.get(entry.key) is not entry.found for entry in self._attributes):
+        if not is_same or any(entry.holder.get(entry.key) is not entry.found for entry in self._attributes):
             self._name_moved()
 
     def _check_parameters(self) -> None:
         """What no dict tells: addresses, requires_grad, ``.grad``."""
-        if not all(map(operator.eq, map(Tensor.data_ptr, self._movable), self._addresses)):
+        if list(map(Tensor.data_ptr, self._movable)) != self._addresses:
             self._name_moved()
         self._check_requires_grad()
         self._check_without_grad()

@@ -33,7 +33,8 @@ class DictWatch:
     def __init__(self, dicts: Iterable[Any]) -> None:
         self._dicts = list(dicts)
         self._watcher = _watcher() if all(isinstance(each, dict) for each in self._dicts) else None
-        self._number: int | None = None
+        self._number: int | None = None  # in `_calm`, as long as nothing changes
+        self._watched_at: int | None = None  # how many watches had ended
 
     @property
     def may_have_changed(self) -> bool:
@@ -42,18 +43,18 @@ class DictWatch:
 
     def start(self) -> None:
         """Say that the dicts have been looked at just now."""
-        if self._watcher is None:
+        if self._watcher is None or self._watcher.is_closed:
             return
-        for each in self._dicts:
-            # Also those that are watched already: another DictWatch of the same dicts may have ended.
-            self._watcher.watch(each)
-        self._number = _calm.setdefault("number", next(_numbers))
+        # The order matters where another watch ends meanwhile, on another thread or by the garbage collector.
+        number, num_ended = _calm.setdefault("number", next(_numbers)), self._watcher.num_ended
+        if self._watched_at != num_ended:
+            # Also those that are watched already: the watch that ended may have been of the same dicts.
+            self._watcher.watch(self._dicts)
+        self._number, self._watched_at = number, num_ended
 
     def __del__(self) -> None:
-        if self._watcher is not None and self._number is not None:
-            _calm.clear()
-            for each in self._dicts:
-                self._watcher.unwatch(each)
+        if self._watcher is not None and not self._watcher.is_closed and self._watched_at is not None:
+            self._watcher.unwatch(self._dicts)
 
 
 class _Watcher:
@@ -64,29 +65,35 @@ class _Watcher:
         # dict's change. A C function may leave its arguments alone, so none are declared; the number that `pop` returns is
         # not negative, which means success.
         self._callback = ctypes.CFUNCTYPE(ctypes.c_int)(functools.partial(_calm.pop, "number", 0))
-        self._id: int | None = ctypes.pythonapi.PyDict_AddWatcher(self._callback)
-        # Dicts outlive this module when the interpreter ends.
+        self._id = ctypes.pythonapi.PyDict_AddWatcher(self._callback)
+        self.num_ended = 0  # watches
+        self.is_closed = False
+        # Watched dicts may be freed after this module, when the interpreter ends.
         atexit.register(self._close)
 
-    def watch(self, each: dict[Any, Any]) -> None:
-        ctypes.pythonapi.PyDict_Watch(self._id, ctypes.py_object(each))
+    def watch(self, dicts: Iterable[dict[Any, Any]]) -> None:
+        for each in dicts:
+            ctypes.pythonapi.PyDict_Watch(self._id, ctypes.py_object(each))
 
-    def unwatch(self, each: dict[Any, Any]) -> None:
-        if self._id is not None:
+    def unwatch(self, dicts: Iterable[dict[Any, Any]]) -> None:
+        """Whoever else watches one of these dicts looks again, and watches it again."""
+        for each in dicts:
             ctypes.pythonapi.PyDict_Unwatch(self._id, ctypes.py_object(each))
+        self.num_ended += 1
+        _calm.clear()
 
     def _close(self) -> None:
-        if self._id is not None:
-            ctypes.pythonapi.PyDict_ClearWatcher(self._id)
-            self._id = None
+        self.is_closed = True
+        _calm.clear()
+        ctypes.pythonapi.PyDict_ClearWatcher(self._id)
 
 
 @functools.cache
 def _watcher() -> _Watcher | None:
-    """The one of this process; None where the interpreter has no watchers, or none to spare."""
+    """The one of this process; None where there can be none."""
     if not hasattr(ctypes.pythonapi, "PyDict_AddWatcher"):
         return None
     try:
         return _Watcher()
-    except RuntimeError:
-        return None  # There are eight to a process.
+    except (RuntimeError, MemoryError):
+        return None  # The process has its eight already, or may not have memory that is both written and executed.
