@@ -749,6 +749,18 @@ def test_a_change_after_the_capture_is_refused_by_name_and_undone_it_works_again
     assert_same_trajectory(actual, expected)
 
 
+def test_a_gradient_whose_data_is_rebound_leaves_its_memory_to_the_graph(device: torch.device) -> None:
+    """Gradients are told by identity, so a replay writes where the data was: nobody else may get that memory."""
+    with make_trainer("graph", device) as trainer:
+        run(trainer, token_batches(4))
+        p = trainer.model.get_parameter("head.weight")
+        assert p.grad is not None
+        p.grad.data = torch.zeros_like(p)
+        others = [torch.full_like(p, 7.0) for _ in range(8)]
+        trainer.step(token_batch(4))
+        assert all(bool((other == 7.0).all()) for other in others)
+
+
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="CPython has dict watchers from 3.12 on")
 def test_what_dicts_hold_is_compared_again_only_after_a_change(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []

@@ -5,10 +5,12 @@ import gc
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from graphrt.capture.watch import DictWatch
@@ -146,6 +148,18 @@ def test_an_exception_under_way_is_the_same_after_its_frames_have_ended_their_wa
     for _ in range(100):
         with pytest.raises(KeyError, match="the user's own"):
             fail()
+
+
+@needs_watchers
+@pytest.mark.gpu
+def test_a_change_on_a_thread_that_the_interpreter_did_not_start_is_noticed() -> None:
+    model = nn.Linear(16, 16).cuda()
+    y = model(torch.ones(16, 16, device="cuda"))
+    watch = started(vars(model))
+    y.register_hook(lambda _: setattr(model, "thread", threading.get_ident()))
+    y.sum().backward()
+    assert watch.may_have_changed
+    assert model.thread != threading.get_ident()
 
 
 def run_python(program: str) -> None:

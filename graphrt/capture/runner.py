@@ -75,7 +75,7 @@ class StepGraph:
         self.rng_trace = RngTrace()
         self.graph: _Replayable | None = None
         self.node_map: NodeMap | None = None  # of the graph
-        self.settings: Fingerprint | None = None  # of the last warmup step
+        self.settings: Fingerprint | None = None  # of the last warmup step, until the capture
 
     @property
     def phase(self) -> Phase:
@@ -321,6 +321,7 @@ class CapturedRunner:
             graph.weights.drop_table()
             raise
         self._fingerprint = Fingerprint(self.body)
+        graph.settings = None  # It has served, and would keep alive what the user replaces from now on.
         self.stats.num_graphs += 1
         self.stats.capture_s += time.perf_counter() - start
         self._note_replay()
