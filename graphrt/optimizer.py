@@ -314,6 +314,11 @@ class StepOptimizer:
         return self._fixed_reason or _changeable_reason_outside(self.optimizer)
 
     @property
+    def hooks(self) -> list[dict[Any, Any]]:
+        """Where step hooks would be: the optimizer's own dicts of them, and those of all optimizers."""
+        return [self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks, *_GLOBAL_HOOKS]
+
+    @property
     def is_in_step(self) -> bool:
         """Whether the update is issued inside the step; else the optimizer's own ``step()`` runs after it."""
         return self.reason_outside is None

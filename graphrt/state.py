@@ -43,7 +43,7 @@ _serials = itertools.count()
 
 def registered_states() -> list["QuantizationState"]:
     """All living states of the process, in order of creation."""
-    return [state for _, state in sorted(_registry.items())]
+    return [state for reference in _registry.valuerefs() if (state := reference()) is not None]
 
 
 def blocking_guard(*, may_capture: bool = False) -> str | None:
@@ -197,7 +197,8 @@ class QuantizationState:
 
     def note_replay(self) -> None:
         """Say that a graph has updated this state on the device, so that the host's counts are out of date."""
-        self._has_replayed = True
+        if not self._has_replayed:  # Captured steps look again at what a write may have changed.
+            self._has_replayed = True
 
     @property
     def backward_update_requested(self) -> bool:

@@ -232,9 +232,10 @@ class Trainer:
 
     def _step_graph(self, runner: CapturedRunner, graph: StepGraph, batch: Any) -> StepResult:
         """Warm up, capture or replay. A replay cannot fail after its checks, so nothing is copied for the case that it does."""
-        self._body.gradients.attach()
+        if graph.phase is not Phase.REPLAY:
+            self._body.gradients.attach()
         runner.check()
-        if graph.phase is Phase.REPLAY and self._body.optimizer.is_in_step and not self._should_calibrate:
+        if graph.phase is Phase.REPLAY and runner.has_optimizer and not self._should_calibrate:
             FlushManager().flush()
             self._body.optimizer.refresh()
             return runner.step(graph, batch)

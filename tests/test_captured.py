@@ -2,6 +2,7 @@
 
 import functools
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -25,9 +26,11 @@ from stepping import (
     values,
 )
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import graphrt
 from graphrt import batch as batch_
+from graphrt.capture.fingerprint import Fingerprint
 from graphrt.capture.runner import CapturedRunner
 from graphrt.nn import embedding
 
@@ -752,6 +755,71 @@ def _clear_optimizer_state(trainer: graphrt.Trainer) -> Any:
     return undo
 
 
+def _swap_data(trainer: graphrt.Trainer) -> Any:
+    """Both addresses are known ones, each at the other's place."""
+    one, other = trainer.model.get_parameter("blocks.0.up.weight"), trainer.model.get_parameter("blocks.1.up.weight")
+
+    def swap() -> None:
+        one.data, other.data = other.data, one.data
+
+    swap()
+    return swap
+
+
+def _move_buffer(trainer: graphrt.Trainer) -> Any:
+    buffer = trainer.model.num_tokens
+    assert isinstance(buffer, Tensor)
+    before, buffer.data = buffer.data, buffer.data.clone()
+
+    def undo() -> None:
+        buffer.data = before
+
+    return undo
+
+
+def _add_parameter(trainer: graphrt.Trainer) -> Any:
+    block = _submodule(trainer, "blocks.1")
+    block.scale = nn.Parameter(torch.ones(1, device=trainer.device))
+
+    def undo() -> None:
+        del block.scale
+
+    return undo
+
+
+def _remove_buffer(trainer: graphrt.Trainer) -> Any:
+    before = trainer.model._buffers.pop("num_tokens")
+
+    def undo() -> None:
+        trainer.model._buffers["num_tokens"] = before
+
+    return undo
+
+
+def _replace_moment(trainer: graphrt.Trainer) -> Any:
+    state = trainer.optimizer.state[trainer.model.get_parameter("head.weight")]
+    before, state["exp_avg"] = state["exp_avg"], state["exp_avg"].clone()
+    return lambda: state.update(exp_avg=before)
+
+
+def _add_hook(trainer: graphrt.Trainer) -> Any:
+    return trainer.optimizer.register_step_post_hook(lambda *_: None).remove
+
+
+def _add_global_hook(_trainer: graphrt.Trainer) -> Any:
+    return register_optimizer_step_pre_hook(lambda *_: None).remove
+
+
+def _replace_scales(trainer: graphrt.Trainer) -> Any:
+    state = trainer.state
+    before, state._scale = state._scale, state._scale.clone()  # type: ignore[union-attr]
+
+    def undo() -> None:
+        state._scale = before  # type: ignore[union-attr]
+
+    return undo
+
+
 CHANGES = {
     "eval": (_eval, r"training is False, but the step was captured with True"),
     "eval one": (_eval_one, r"blocks\.1\.dropout\.training is False"),
@@ -764,6 +832,14 @@ CHANGES = {
     "buffer": (_rebind_buffer, r"num_tokens is another tensor"),
     "submodule": (_replace_submodule, r"blocks\.1\.norm is another object"),
     "new submodule": (_add_submodule, r"blocks\.1\.extra has appeared"),
+    "swap": (_swap_data, r"blocks\.0\.up\.weight has moved to another address"),
+    "buffer.data": (_move_buffer, r"num_tokens has moved to another address"),
+    "new parameter": (_add_parameter, r"blocks\.1\.scale has appeared"),
+    "no buffer": (_remove_buffer, r"num_tokens is gone"),
+    "moment": (_replace_moment, r"optimizer\.state\[head\.weight\]\['exp_avg'\] is another tensor"),
+    "hook": (_add_hook, r"AdamW has step hooks"),
+    "hook of all optimizers": (_add_global_hook, r"AdamW has step hooks"),
+    "scales": (_replace_scales, r"the quantization state's scale is another tensor"),
     "optimizer.load_state_dict": (_load_optimizer, r"trainer\.load_state_dict"),
     "optimizer state": (_clear_optimizer_state, r"optimizer\.state\[head\.weight\] is (gone|another object)"),
 }
@@ -790,6 +866,53 @@ def test_a_change_after_the_capture_is_refused_by_name_and_undone_it_works_again
         actual += run(trainer, batches[4:])
         assert trainer.report().capture.num_graphs == 1  # type: ignore[union-attr]
     assert_same_trajectory(actual, expected)
+
+
+def test_a_gradient_whose_data_is_rebound_leaves_its_memory_to_the_graph(device: torch.device) -> None:
+    """Gradients are told by identity, so a replay writes where the data was: nobody else may get that memory."""
+    with make_trainer("graph", device) as trainer:
+        run(trainer, token_batches(4))
+        p = trainer.model.get_parameter("head.weight")
+        assert p.grad is not None
+        p.grad.data = torch.zeros_like(p)
+        others = [torch.full_like(p, 7.0) for _ in range(8)]
+        trainer.step(token_batch(4))
+        assert all(bool((other == 7.0).all()) for other in others)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="CPython has dict watchers from 3.12 on")
+def test_what_dicts_hold_is_compared_again_only_after_a_change(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
+    check_dicts = Fingerprint._check_dicts
+    monkeypatch.setattr(Fingerprint, "_check_dicts", lambda self: (looks.append(1), check_dicts(self)))
+
+    def num_looks(trainer: graphrt.Trainer) -> int:
+        looks.clear()
+        for batch in token_batches(3):
+            trainer.step(batch)
+        return len(looks)
+
+    with make_trainer("graph", device) as trainer:
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(trainer.optimizer, T_max=NUM_STEPS)
+        run(trainer, token_batches(4))
+        num_looks(trainer)
+        assert num_looks(trainer) == 0
+        trainer.model.train()
+        scheduler.step()
+        trainer.optimizer.zero_grad()
+        assert num_looks(trainer) == 0
+        trainer.evaluate(token_batch(0))
+        assert num_looks(trainer) == 1
+        # A second fingerprint of the same model, ended.
+        check_runner = trainer.make_captured()
+        for batch in token_batches(4):
+            trainer.step_with(check_runner, batch)
+        check_runner.close()
+        assert num_looks(trainer) == 1
+        trainer.model.eval()
+        for _ in range(2):
+            with pytest.raises(graphrt.CaptureError, match="training is False"):
+                trainer.step(token_batch(0))
 
 
 def test_in_place_edits_of_parameters_between_captured_steps_are_honoured(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""profiles/run_nsys.py and run_ncu.py, with stand-ins for nsys and ncu that write down how they were called."""
+"""profiles/host_cost.py; run_nsys.py and run_ncu.py, with stand-ins for nsys and ncu that write down how they were called."""
 
 import json
 import os
@@ -13,6 +13,7 @@ from test_nsys_report import NODES, Export, replayed
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "profiles"))
 
+import host_cost
 import run_ncu
 import run_nsys
 import windowed_steps
@@ -109,6 +110,15 @@ def test_a_layer_that_is_not_there_is_refused(tool, tmp_path, capsys):
     tool("ncu")
     assert ncu(tmp_path, "--module", "blocks.9") == 2
     assert "'blocks.9'" in capsys.readouterr().err
+
+
+def test_the_host_cost_of_each_part_is_printed_for_each_size(capsys):
+    assert host_cost.main(["--device", "cpu", "--layers", "1,2", "--evict-mib", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:22] for line in lines if not line.startswith(" ")] == ["1 layers: 9 parameters", "2 layers: 15 parameter"]
+    parts = [line for line in lines if line.startswith("  fingerprint ")]
+    assert len(parts) == 2
+    assert all(float(time) > 0 for line in parts for time in line.split()[1::2])
 
 
 @pytest.mark.gpu

@@ -1,7 +1,8 @@
 """What a graph was captured with, checked before each replay: a graph knows addresses and constants, not names.
 
-The check compares object identities, addresses and flags, mostly inside C loops; only when something differs does it look
-for the name. profiles/README.md has what it costs.
+The check compares object identities, addresses and flags, inside C loops; only when something differs does it look for the
+name. What is found through dicts (modules, optimizer state) is compared only after one of them has changed, where the
+interpreter tells. profiles/README.md has what it costs.
 """
 
 import operator
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from graphrt.capture.watch import DictWatch
 from graphrt.errors import CaptureError
 from graphrt.optimizer import TRACKED_KEYS, UNREAD_KEYS
 from graphrt.step import StepBody
@@ -18,17 +20,16 @@ from graphrt.step import StepBody
 __all__ = ["Fingerprint"]
 
 _RECAPTURE = "call trainer.recapture()"
-_IGNORED_KEYS = {"params", *UNREAD_KEYS, *TRACKED_KEYS}
-
+_IGNORED = dict.fromkeys(("params", *UNREAD_KEYS, *TRACKED_KEYS))
 
 _END = object()
 
 # Getters that a map calls without a frame of Python each.
-_get_training, _get_requires_grad = operator.attrgetter("training"), operator.attrgetter("requires_grad")
+_get_training, _get_requires_grad, _get_grad = map(operator.attrgetter, ("training", "requires_grad", "grad"))
 
 
 class _Entry(NamedTuple):
-    """An object and where it is looked up: ``holder.get(key)``. Of tensors the address is compared too."""
+    """An object and where it is looked up: ``holder.get(key)``."""
 
     name: str
     holder: Any
@@ -38,7 +39,7 @@ class _Entry(NamedTuple):
 
 
 class Fingerprint:
-    """Addresses of parameters, buffers, gradients and optimizer tensors; flags; hyper-parameters.
+    """Addresses of parameters and buffers; gradients and optimizer tensors; flags; hyper-parameters.
 
     Args:
         body: the step that was captured.
@@ -46,7 +47,8 @@ class Fingerprint:
 
     def __init__(self, body: StepBody) -> None:
         self._body = body
-        self._entries = [*_model_entries(body), *_optimizer_entries(body), *_state_entries(body)]
+        optimizer_entries = _optimizer_entries(body)
+        self._entries = [*_model_entries(body), *optimizer_entries, *_state_entries(body)]
         self._dicts = _dicts(body)
         compared_whole = set(map(id, self._dicts))
         self._attributes = [entry for entry in self._entries if id(entry.holder) not in compared_whole]
@@ -54,33 +56,46 @@ class Fingerprint:
         # Views show what a dict holds now; the mark at the end tells when there is one more or fewer.
         self._values = [*(whole.values() for whole in self._dicts if whole), (_END,)]
         self._objects = list(chain.from_iterable(self._values))
-        # An optimizer's tensors are told by identity alone: rebinding their data without replacing them is nobody's habit.
-        movable = [*body.gradients.named.values(), *body.model.buffers(), *body.gradients.owned.values()]
-        self._movable = list({id(x): x for x in movable}.values())
-        self._addresses = list(map(Tensor.data_ptr, self._movable))
         self._modules = list(body.model.named_modules())
         self._flagged = [module for _, module in self._modules]
         self._training = list(map(_get_training, self._flagged))
+        holders = [entry.holder for entry in self._attributes]
+        # `training` is found in a module's own dict.
+        self._watch = DictWatch([*self._dicts, *holders, *map(vars, self._flagged), *body.optimizer.hooks])
         self._parameters = list(body.gradients.named.items())
         self._trained = [p for _, p in self._parameters]
         self._requires_grad = list(map(_get_requires_grad, self._trained))
+        self._movable = list({id(x): x for x in (*self._trained, *body.model.buffers())}.values())
+        self._addresses = list(map(Tensor.data_ptr, self._movable))
+        self._with_grad = [p for p in self._trained if p.grad is not None]
+        self._grads = list(map(_get_grad, self._with_grad))
         self._without_grad = [(name, p) for name, p in self._parameters if p.grad is None]
+        # Gradients and an optimizer's tensors are told by identity alone: rebinding their data without replacing them is
+        # nobody's habit. Should it happen, the graph goes on writing to what is kept here, and not to memory of others.
+        by_identity = [*self._grads, *(entry.found for entry in optimizer_entries if isinstance(entry.found, Tensor))]
+        self._kept = [x.untyped_storage() for x in by_identity]
         self._reason_outside = body.optimizer.reason_outside
         self._groups = [_frozen(group) for group in body.optimizer.optimizer.param_groups]
 
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether the optimizer is in the graph."""
+        return self._reason_outside is None
+
     def check(self) -> None:
-        """Raise unless everything is where and what it was.
+        """Raise unless everything is where and what it was; a ``.grad`` set to None is put back.
 
         Raises:
             CaptureError: names what moved.
+            GraphrtError: names a ``.grad`` that is another tensor.
         """
-        # Dicts are compared value by value in C, without a look-up a key.
-        is_same = all(map(operator.is_, chain.from_iterable(self._values), self._objects)) and not any(self._empty)
-        if not is_same or any(entry.holder.get(entry.key) is not entry.found for entry in self._attributes):
-            self._name_moved()
-        if list(map(Tensor.data_ptr, self._movable)) != self._addresses:
-            self._name_moved()
-        self.check_settings()
+        if self._watch.may_have_changed:
+            self._check_dicts()
+            self._check_training()
+            self._check_reason_outside()
+            self._watch.start()
+        self._check_parameters()
+        self._check_groups()
 
     def check_settings(self) -> None:
         """The part of `check` that needs no graph yet: flags and hyper-parameters.
@@ -88,17 +103,47 @@ class Fingerprint:
         Raises:
             CaptureError: names what changed.
         """
+        self._check_training()
+        self._check_requires_grad()
+        self._check_without_grad()
+        self._check_reason_outside()
+        self._check_groups()
+
+    def _check_dicts(self) -> None:
+        # Value by value in C, without a look-up a key.
+        is_same = all(map(operator.is_, chain.from_iterable(self._values), self._objects)) and not any(self._empty)
+        if not is_same or any(entry.holder.get(entry.key) is not entry.found for entry in self._attributes):
+            self._name_moved()
+
+    def _check_parameters(self) -> None:
+        """What no dict tells: addresses, requires_grad, ``.grad``."""
+        if list(map(Tensor.data_ptr, self._movable)) != self._addresses:
+            self._name_moved()
+        self._check_requires_grad()
+        self._check_without_grad()
+        if not all(map(operator.is_, map(_get_grad, self._with_grad), self._grads)):
+            self._body.gradients.attach()
+
+    def _check_training(self) -> None:
         if list(map(_get_training, self._flagged)) != self._training:
             self._name_flag(self._modules, self._training, "training")
+
+    def _check_requires_grad(self) -> None:
         if list(map(_get_requires_grad, self._trained)) != self._requires_grad:
             self._name_flag(self._parameters, self._requires_grad, "requires_grad")
+
+    def _check_without_grad(self) -> None:
         if any(p.grad is not None for _, p in self._without_grad):
             self._name_new_grad()
+
+    def _check_reason_outside(self) -> None:
         reason = self._body.optimizer.reason_outside
         if reason != self._reason_outside:
             raise CaptureError(f"The optimizer changed since the step was captured ({reason or self._reason_outside}): {_RECAPTURE}.")
+
+    def _check_groups(self) -> None:
         groups = self._body.optimizer.optimizer.param_groups
-        if len(groups) != len(self._groups) or any(_frozen(group) != saved for group, saved in zip(groups, self._groups, strict=True)):
+        if list(map(_frozen, groups)) != self._groups:
             self._name_group(groups)
 
     def _name_moved(self) -> None:
@@ -147,7 +192,7 @@ class Fingerprint:
             for key in [*saved, *now]:
                 if now.get(key) != saved.get(key):
                     raise CaptureError(
-                        f"optimizer.param_groups[{i}][{key!r}] is {group.get(key)!r}, but the step was captured with {saved.get(key)!r}, "
+                        f"optimizer.param_groups[{i}][{key!r}] is {now.get(key)!r}, but the step was captured with {saved.get(key)!r}, "
                         f"which the graph holds. Set it back, or {_RECAPTURE}."
                     )
 
@@ -160,9 +205,8 @@ def _dicts(body: StepBody) -> list[dict[Any, Any]]:
 
 
 def _frozen(group: dict[str, Any]) -> dict[str, Any]:
-    """What of a group is baked into a graph: all but what follows at every step."""
-    frozen = {key: value for key, value in group.items() if key not in _IGNORED_KEYS}
-    return {**frozen, "number of params": len(group["params"])}
+    """What of a group is baked into a graph: all but what follows at every step, which is None here."""
+    return {**group, **_IGNORED, "number of params": len(group["params"])}
 
 
 def _kinds(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:

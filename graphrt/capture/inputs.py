@@ -1,6 +1,7 @@
 """Static inputs: the tensors a graph reads its batch from, and the check of what goes into them."""
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,11 +14,15 @@ __all__ = ["StaticInputs", "signature"]
 
 _NUM_STAGES = 2
 
+# Gradients are enabled whenever a step copies its inputs, so that one object can switch them off and on again for all.
+_no_grad = torch.no_grad()
+_is_on_cuda = operator.attrgetter("is_cuda")
+
 
 def signature(batch: Any) -> Any:
     """Structure, shapes, dtypes and constants of a batch, as a hashable value: what a graph is keyed by."""
     if isinstance(batch, Tensor):
-        return tuple(batch.shape), batch.dtype
+        return batch.shape, batch.dtype
     if isinstance(batch, dict):
         return frozenset((key, signature(value)) for key, value in batch.items())
     if isinstance(batch, list | tuple):
@@ -35,11 +40,12 @@ class StaticInputs:
     """
 
     def __init__(self, batch: Any, device: torch.device) -> None:
-        self.device = device
+        self._is_cuda = device.type == "cuda"
         self.signature = signature(batch)
         self.batch = batches.map_tensors(lambda x: _static_like(x, device), batch)
         list(batches.leaves(batch))
-        self._tensors = list(_tensors(self.batch, self.batch))
+        self._read = _reader(self.batch)
+        self._tensors = self._read(self.batch)
         self._stages: list[_PinnedStage] = []
         self._num_copies = 0
 
@@ -63,13 +69,13 @@ class StaticInputs:
         """
         if not self._tensors:
             return
-        sources = list(_tensors(self.batch, batch))
-        if self.device.type == "cuda" and any(not x.is_cuda for x in sources):
+        sources = self._read(batch)
+        if self._is_cuda and not all(map(_is_on_cuda, sources)):
             sources = self._stage(sources)
-        with torch.no_grad():
+        with _no_grad:
             torch._foreach_copy_(self._tensors, sources, non_blocking=True)
 
-    def _stage(self, sources: list[Tensor]) -> list[Tensor]:
+    def _stage(self, sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Copy host tensors into pinned memory of our own: the device reads it after the caller has gone on."""
         if len(self._stages) < _NUM_STAGES:
             self._stages.append(_PinnedStage(sources))
@@ -86,24 +92,26 @@ class StaticInputs:
 class _PinnedStage:
     """One set of pinned host buffers, and the event after which they may be filled again."""
 
-    def __init__(self, sources: list[Tensor]) -> None:
+    def __init__(self, sources: tuple[Tensor, ...]) -> None:
         self.buffers = [None if x.is_cuda else torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in sources]
         self.event = torch.cuda.Event()
 
-    def fill(self, sources: list[Tensor]) -> list[Tensor]:
+    def fill(self, sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         self.event.synchronize()
-        filled = []
-        for buffer, source in zip(self.buffers, sources, strict=True):
-            if buffer is None or source.is_cuda:
-                filled.append(source)
-            else:
-                filled.append(buffer.copy_(source))
-        return filled
+        pairs = zip(self.buffers, sources, strict=True)
+        return tuple(source if buffer is None or source.is_cuda else buffer.copy_(source) for buffer, source in pairs)
 
 
 def _static_like(x: Tensor, device: torch.device) -> Tensor:
     """Contiguous storage of our own; any strides of the caller's are copied from."""
     return torch.empty(x.shape, dtype=x.dtype, device=device)
+
+
+def _reader(like: Any) -> Callable[[Any], tuple[Tensor, ...]]:
+    """A function that takes the tensors out of batches like ``like``, in its order; for a dict of tensors one call in C."""
+    if isinstance(like, dict) and len(like) > 1 and all(isinstance(value, Tensor) for value in like.values()):
+        return operator.itemgetter(*like)
+    return lambda batch: tuple(_tensors(like, batch))
 
 
 def _tensors(like: Any, batch: Any) -> Iterator[Tensor]:

@@ -80,7 +80,7 @@ class StepGraph:
         self.rng_trace = RngTrace()
         self.graph: _Replayable | None = None
         self.node_map: NodeMap | None = None  # of the graph
-        self.settings: Fingerprint | None = None  # of the last warmup step
+        self.settings: Fingerprint | None = None  # of the last warmup step, until the capture
 
     @property
     def phase(self) -> Phase:
@@ -292,9 +292,14 @@ class CapturedRunner:
         return self._graphs.get(signature(batch))
 
     def check(self) -> None:
-        """Raise CaptureError unless everything the graphs hold is where and what it was."""
+        """Raise CaptureError unless everything the graphs hold is where and what it was; put back a ``.grad`` set to None."""
         if self._fingerprint is not None:
             self._fingerprint.check()
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether the optimizer is in the graphs, if there are any. After `check` it is as true as at the capture."""
+        return self._fingerprint is not None and self._fingerprint.has_optimizer
 
     def drop_unused(self) -> None:
         """Forget shapes that have not completed a step: their first one failed."""
@@ -346,6 +351,7 @@ class CapturedRunner:
             self.release_gradients()
             raise
         self._fingerprint = Fingerprint(self.body)
+        graph.settings = None  # It has served, and would keep alive what the user replaces from now on.
         self.stats.num_graphs += 1
         self.stats.capture_s += time.perf_counter() - start
         self._note_replay()
