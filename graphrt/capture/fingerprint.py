@@ -17,7 +17,7 @@ from graphrt.errors import CaptureError
 from graphrt.optimizer import TRACKED_KEYS, UNREAD_KEYS
 from graphrt.step import StepBody
 
-__all__ = ["Fingerprint"]
+__all__ = ["Fingerprint", "Settings"]
 
 _RECAPTURE = "call trainer.recapture()"
 _IGNORED = dict.fromkeys(("params", *UNREAD_KEYS, *TRACKED_KEYS))
@@ -38,136 +38,59 @@ class _Entry(NamedTuple):
     advice: str
 
 
-class Fingerprint:
-    """Addresses of parameters and buffers; gradients and optimizer tensors; flags; hyper-parameters.
+class Settings:
+    """Flags and hyper-parameters that a graph bakes in: what of a `Fingerprint` needs no graph yet.
 
     Args:
-        body: the step that was captured.
+        body: the step that is captured, or will be. None of its gradients is kept alive.
     """
 
     def __init__(self, body: StepBody) -> None:
         self._body = body
-        optimizer_entries = _optimizer_entries(body)
-        self._entries = [*_model_entries(body), *optimizer_entries, *_state_entries(body)]
-        self._dicts = _dicts(body)
-        compared_whole = set(map(id, self._dicts))
-        self._attributes = [entry for entry in self._entries if id(entry.holder) not in compared_whole]
-        self._empty = [whole for whole in self._dicts if not whole]
-        # Views show what a dict holds now; the mark at the end tells when there is one more or fewer.
-        self._values = [*(whole.values() for whole in self._dicts if whole), (_END,)]
-        self._objects = list(chain.from_iterable(self._values))
-        self._modules = list(body.model.named_modules())
-        self._flagged = [module for _, module in self._modules]
-        self._training = list(map(_get_training, self._flagged))
-        holders = [entry.holder for entry in self._attributes]
-        # `training` is found in a module's own dict.
-        self._watch = DictWatch([*self._dicts, *holders, *map(vars, self._flagged), *body.optimizer.hooks])
+        self.modules = list(body.model.named_modules())
+        self.flagged = [module for _, module in self.modules]
+        self._training = list(map(_get_training, self.flagged))
         self._parameters = list(body.gradients.named.items())
-        self._trained = [p for _, p in self._parameters]
-        self._requires_grad = list(map(_get_requires_grad, self._trained))
-        self._movable = list({id(x): x for x in (*self._trained, *body.model.buffers())}.values())
-        self._addresses = list(map(Tensor.data_ptr, self._movable))
-        self._with_grad = [p for p in self._trained if p.grad is not None]
-        self._grads = list(map(_get_grad, self._with_grad))
+        self.trained = [p for _, p in self._parameters]
+        self._requires_grad = list(map(_get_requires_grad, self.trained))
         self._without_grad = [(name, p) for name, p in self._parameters if p.grad is None]
-        # Gradients and an optimizer's tensors are told by identity alone: rebinding their data without replacing them is
-        # nobody's habit. Should it happen, the graph goes on writing to what is kept here, and not to memory of others.
-        by_identity = [*self._grads, *(entry.found for entry in optimizer_entries if isinstance(entry.found, Tensor))]
-        self._kept = [x.untyped_storage() for x in by_identity]
-        self._reason_outside = body.optimizer.reason_outside
+        self.reason_outside = body.optimizer.reason_outside
         self._groups = [_frozen(group) for group in body.optimizer.optimizer.param_groups]
 
-    @property
-    def has_optimizer(self) -> bool:
-        """Whether the optimizer is in the graph."""
-        return self._reason_outside is None
-
     def check(self) -> None:
-        """Raise unless everything is where and what it was; a ``.grad`` set to None is put back.
-
-        Raises:
-            CaptureError: names what moved.
-            GraphrtError: names a ``.grad`` that is another tensor.
-        """
-        if self._watch.may_have_changed:
-            self._check_dicts()
-            self._check_training()
-            self._check_reason_outside()
-            self._watch.start()
-        self._check_parameters()
-        self._check_groups()
-
-    def check_settings(self) -> None:
-        """The part of `check` that needs no graph yet: flags and hyper-parameters.
+        """Raise unless all are as they were.
 
         Raises:
             CaptureError: names what changed.
         """
-        self._check_training()
-        self._check_requires_grad()
-        self._check_without_grad()
-        self._check_reason_outside()
-        self._check_groups()
+        self.check_training()
+        self.check_parameters()
+        self.check_reason_outside()
+        self.check_groups()
 
-    def _check_dicts(self) -> None:
-        # Value by value in C, without a look-up a key.
-        is_same = all(map(operator.is_, chain.from_iterable(self._values), self._objects)) and not any(self._empty)
-        if not is_same or any(entry.holder.get(entry.key) is not entry.found for entry in self._attributes):
-            self._name_moved()
+    def check_training(self) -> None:
+        """The modules' flags."""
+        if list(map(_get_training, self.flagged)) != self._training:
+            self._name_flag(self.modules, self._training, "training")
 
-    def _check_parameters(self) -> None:
-        """What no dict tells: addresses, requires_grad, ``.grad``."""
-        if list(map(Tensor.data_ptr, self._movable)) != self._addresses:
-            self._name_moved()
-        self._check_requires_grad()
-        self._check_without_grad()
-        if not all(map(operator.is_, map(_get_grad, self._with_grad), self._grads)):
-            self._body.gradients.attach()
-
-    def _check_training(self) -> None:
-        if list(map(_get_training, self._flagged)) != self._training:
-            self._name_flag(self._modules, self._training, "training")
-
-    def _check_requires_grad(self) -> None:
-        if list(map(_get_requires_grad, self._trained)) != self._requires_grad:
+    def check_parameters(self) -> None:
+        """The parameters' flags, and that those without a gradient still have none."""
+        if list(map(_get_requires_grad, self.trained)) != self._requires_grad:
             self._name_flag(self._parameters, self._requires_grad, "requires_grad")
-
-    def _check_without_grad(self) -> None:
         if any(p.grad is not None for _, p in self._without_grad):
             self._name_new_grad()
 
-    def _check_reason_outside(self) -> None:
+    def check_reason_outside(self) -> None:
+        """Whether the optimizer is in the step."""
         reason = self._body.optimizer.reason_outside
-        if reason != self._reason_outside:
-            raise CaptureError(f"The optimizer changed since the step was captured ({reason or self._reason_outside}): {_RECAPTURE}.")
+        if reason != self.reason_outside:
+            raise CaptureError(f"The optimizer changed since the step was captured ({reason or self.reason_outside}): {_RECAPTURE}.")
 
-    def _check_groups(self) -> None:
+    def check_groups(self) -> None:
+        """The optimizer's hyper-parameters."""
         groups = self._body.optimizer.optimizer.param_groups
         if list(map(_frozen, groups)) != self._groups:
             self._name_group(groups)
-
-    def _name_moved(self) -> None:
-        addresses = dict(zip(map(id, self._movable), self._addresses, strict=True))
-        for entry in self._entries:
-            found = entry.holder.get(entry.key)
-            if found is None and entry.found is not None:
-                raise CaptureError(f"{entry.name} is gone since the step was captured. Put it back, or {_RECAPTURE}.")
-            if found is not entry.found:
-                kind = "tensor" if isinstance(entry.found, Tensor) else "object"
-                raise CaptureError(f"{entry.name} is another {kind} than the one the step was captured with. {entry.advice}")
-            if isinstance(found, Tensor) and found.data_ptr() != addresses.get(id(found), found.data_ptr()):
-                raise CaptureError(f"{entry.name} has moved to another address since the step was captured. {entry.advice}")
-        self._name_added()
-
-    def _name_added(self) -> None:
-        known = {(id(entry.holder), entry.key) for entry in self._entries}
-        for prefix, module in self._modules:
-            for kind in _kinds(module):
-                for key in kind:
-                    if (id(kind), key) not in known:
-                        name = f"{prefix}.{key}" if prefix else key
-                        raise CaptureError(f"{name} has appeared since the step was captured. Remove it, or {_RECAPTURE}.")
-        raise CaptureError(f"The model's or the optimizer's tensors are in another order than when the step was captured: {_RECAPTURE}.")
 
     def _name_flag(self, named: list[tuple[str, Any]], saved: list[bool], flag: str) -> None:
         for (name, owner), value in zip(named, saved, strict=True):
@@ -195,6 +118,95 @@ class Fingerprint:
                         f"optimizer.param_groups[{i}][{key!r}] is {now.get(key)!r}, but the step was captured with {saved.get(key)!r}, "
                         f"which the graph holds. Set it back, or {_RECAPTURE}."
                     )
+
+
+class Fingerprint:
+    """Addresses of parameters and buffers; gradients and optimizer tensors; flags; hyper-parameters.
+
+    Args:
+        body: the step that was captured.
+    """
+
+    def __init__(self, body: StepBody) -> None:
+        self._body = body
+        optimizer_entries = _optimizer_entries(body)
+        self._entries = [*_model_entries(body), *optimizer_entries, *_state_entries(body)]
+        self._dicts = _dicts(body)
+        compared_whole = set(map(id, self._dicts))
+        self._attributes = [entry for entry in self._entries if id(entry.holder) not in compared_whole]
+        self._empty = [whole for whole in self._dicts if not whole]
+        # Views show what a dict holds now; the mark at the end tells when there is one more or fewer.
+        self._values = [*(whole.values() for whole in self._dicts if whole), (_END,)]
+        self._objects = list(chain.from_iterable(self._values))
+        self._settings = settings = Settings(body)
+        holders = [entry.holder for entry in self._attributes]
+        # `training` is found in a module's own dict.
+        self._watch = DictWatch([*self._dicts, *holders, *map(vars, settings.flagged), *body.optimizer.hooks])
+        self._movable = list({id(x): x for x in (*settings.trained, *body.model.buffers())}.values())
+        self._addresses = list(map(Tensor.data_ptr, self._movable))
+        self._with_grad = [p for p in settings.trained if p.grad is not None]
+        self._grads = list(map(_get_grad, self._with_grad))
+        # Gradients and an optimizer's tensors are told by identity alone: rebinding their data without replacing them is
+        # nobody's habit. Should it happen, the graph goes on writing to what is kept here, and not to memory of others.
+        by_identity = [*self._grads, *(entry.found for entry in optimizer_entries if isinstance(entry.found, Tensor))]
+        self._kept = [x.untyped_storage() for x in by_identity]
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether the optimizer is in the graph."""
+        return self._settings.reason_outside is None
+
+    def check(self) -> None:
+        """Raise unless everything is where and what it was; a ``.grad`` set to None is put back.
+
+        Raises:
+            CaptureError: names what moved.
+            GraphrtError: names a ``.grad`` that is another tensor.
+        """
+        if self._watch.may_have_changed:
+            self._check_dicts()
+            self._settings.check_training()
+            self._settings.check_reason_outside()
+            self._watch.start()
+        self._check_parameters()
+        self._settings.check_groups()
+
+    def _check_dicts(self) -> None:
+        # Value by value in C, without a look-up a key.
+        is_same = all(map(operator.is_, chain.from_iterable(self._values), self._objects)) and not any(self._empty)
+        if not is_same or any(entry.holder.get(entry.key) is not entry.found for entry in self._attributes):
+            self._name_moved()
+
+    def _check_parameters(self) -> None:
+        """What no dict tells: addresses, requires_grad, ``.grad``."""
+        if list(map(Tensor.data_ptr, self._movable)) != self._addresses:
+            self._name_moved()
+        self._settings.check_parameters()
+        if not all(map(operator.is_, map(_get_grad, self._with_grad), self._grads)):
+            self._body.gradients.attach()
+
+    def _name_moved(self) -> None:
+        addresses = dict(zip(map(id, self._movable), self._addresses, strict=True))
+        for entry in self._entries:
+            found = entry.holder.get(entry.key)
+            if found is None and entry.found is not None:
+                raise CaptureError(f"{entry.name} is gone since the step was captured. Put it back, or {_RECAPTURE}.")
+            if found is not entry.found:
+                kind = "tensor" if isinstance(entry.found, Tensor) else "object"
+                raise CaptureError(f"{entry.name} is another {kind} than the one the step was captured with. {entry.advice}")
+            if isinstance(found, Tensor) and found.data_ptr() != addresses.get(id(found), found.data_ptr()):
+                raise CaptureError(f"{entry.name} has moved to another address since the step was captured. {entry.advice}")
+        self._name_added()
+
+    def _name_added(self) -> None:
+        known = {(id(entry.holder), entry.key) for entry in self._entries}
+        for prefix, module in self._settings.modules:
+            for kind in _kinds(module):
+                for key in kind:
+                    if (id(kind), key) not in known:
+                        name = f"{prefix}.{key}" if prefix else key
+                        raise CaptureError(f"{name} has appeared since the step was captured. Remove it, or {_RECAPTURE}.")
+        raise CaptureError(f"The model's or the optimizer's tensors are in another order than when the step was captured: {_RECAPTURE}.")
 
 
 def _dicts(body: StepBody) -> list[dict[Any, Any]]:

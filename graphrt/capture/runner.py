@@ -21,7 +21,7 @@ from graphrt.capture.attribution import attributing
 from graphrt.capture.branch import Branch
 from graphrt.capture.cuda_graph import CaptureCounter, CapturedGraph, GraphPool, branch_stream, capture, capture_stream
 from graphrt.capture.cuda_rng import RngTrace, observed_rng
-from graphrt.capture.fingerprint import Fingerprint
+from graphrt.capture.fingerprint import Fingerprint, Settings
 from graphrt.capture.inputs import StaticInputs, signature
 from graphrt.capture.nodes import NodeMap, NodeObserver, raw_operations
 from graphrt.capture.norm import StepNorm
@@ -80,7 +80,7 @@ class StepGraph:
         self.rng_trace = RngTrace()
         self.graph: _Replayable | None = None
         self.node_map: NodeMap | None = None  # of the graph
-        self.settings: Fingerprint | None = None  # of the last warmup step, until the capture
+        self.settings: Settings | None = None  # of the last warmup step, until the capture
 
     @property
     def phase(self) -> Phase:
@@ -116,7 +116,7 @@ class StepGraph:
             if self.num_warmups and len(gradients.names) != num_gradients:
                 # A step that brings a first gradient zeroes others than those after it: it is no model for the capture.
                 return result
-            self.settings = Fingerprint(self.runner.body)
+            self.settings = Settings(self.runner.body)
             self.weights.learn()
             self.norm.learn()
         self.num_warmups += 1
@@ -341,7 +341,7 @@ class CapturedRunner:
     def _capture(self, graph: StepGraph) -> StepResult:
         start = time.perf_counter()
         if graph.settings is not None:
-            graph.settings.check_settings()
+            graph.settings.check()
         self.release_gradients()
         try:
             with self.body.optimizer.tables.capturing():
@@ -450,7 +450,7 @@ class CapturedRunner:
         """Free the ``.grad`` tensors that the next step makes anew."""
         if self.makes_gradients:
             self.body.gradients.release()
-            self.body.optimizer.tables.forget_captures()
+            self.body.optimizer.tables.release()
 
     def refusing_new_gradients(self) -> AbstractContextManager[None]:
         """Once a graph exists, a warmup of another shape brings no gradient that the graph knows nothing of."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from graphrt.kernels import device
-from graphrt.kernels.tensor_table import DTYPE_CODES, block_map, check_columns, check_scalar, describe, form_of, key_of, upload
+from graphrt.kernels.tensor_table import DTYPE_CODES, Key, block_map, check_columns, check_scalar, describe, form_of, key_of, upload
 
 __all__ = ["NORM_DTYPES", "NormSums", "NormTable", "grad_norm"]
 
@@ -64,6 +64,7 @@ class NormTable:
     def __init__(self, sums: NormSums, rows: Sequence[int]) -> None:
         self.sums, self.rows = sums, tuple(rows)
         self.grads: tuple[Tensor, ...] = ()
+        self._key: Key = []
         self._pieces = block_map([sums.num_pieces_of[row] for row in rows])
         with _disable_current_modes():
             self._words = torch.empty(4 * len(self.rows) + self.num_blocks, dtype=torch.int64, device=sums.device)
@@ -100,15 +101,19 @@ class NormTable:
         for row, grad in zip(self.rows, grads, strict=True):
             if grad.numel() != self.sums.sizes[row] or grad.device != self.sums.device:
                 raise ValueError(f"row {row} is {describe(grad)}, expected {self.sums.sizes[row]} elements on {self.sums.device}.")
-        self.grads = tuple(grads)
+        self.grads, self._key = tuple(grads), key_of(columns)
 
     def holds(self, *columns: Sequence[Tensor]) -> bool:
         """Whether ``columns`` have the addresses, sizes and dtypes of the gradients held."""
-        return key_of([self.grads]) == key_of(columns)
+        return bool(self.grads) and self._key == key_of(columns)
 
     def fits(self, *columns: Sequence[Tensor]) -> bool:
-        """Whether ``columns`` have the sizes and dtypes of the gradients held, at whatever addresses."""
-        return form_of(key_of([self.grads])) == form_of(key_of(columns))
+        """Whether ``columns`` have the sizes and dtypes of the gradients held last, at whatever addresses."""
+        return form_of(self._key) == form_of(key_of(columns))
+
+    def release(self) -> None:
+        """Let go of the gradients: the table holds none, and fits others of their sizes."""
+        self.grads = ()
 
     def write(self) -> None:
         """Tell the device what the table holds, on the current stream, without a sync. Not under capture."""

@@ -33,6 +33,7 @@ class Table(Protocol):
     def holds(self, *columns: Sequence[Tensor]) -> bool: ...
     def fits(self, *columns: Sequence[Tensor]) -> bool: ...
     def hold(self, *columns: Sequence[Tensor]) -> None: ...
+    def release(self) -> None: ...
     def write(self) -> None: ...
 
 
@@ -66,7 +67,7 @@ class TensorTable:
 
     def __init__(self, *columns: Sequence[Tensor]) -> None:
         check_columns(columns)
-        self.columns = tuple(tuple(column) for column in columns)
+        self.columns: tuple[tuple[Tensor, ...], ...] = tuple(tuple(column) for column in columns)
         self.device = self.columns[0][0].device
         self._key = key_of(columns)
         if self.device.type == "cuda":
@@ -84,7 +85,7 @@ class TensorTable:
 
     def holds(self, *columns: Sequence[Tensor]) -> bool:
         """Whether ``columns`` have this table's addresses, sizes and dtypes."""
-        return self._key == key_of(columns)
+        return bool(self.columns) and self._key == key_of(columns)
 
     def fits(self, *columns: Sequence[Tensor]) -> bool:
         """Whether ``columns`` have this table's sizes and dtypes, at whatever addresses."""
@@ -99,6 +100,10 @@ class TensorTable:
         check_columns(columns)
         self.columns = tuple(tuple(column) for column in columns)
         self._key = key_of(columns)
+
+    def release(self) -> None:
+        """Let go of the tensors: the table holds none, and fits others of their sizes."""
+        self.columns = ()
 
     def write(self) -> None:
         """Tell the device what the table holds, on the current stream, without a sync."""
@@ -144,7 +149,7 @@ class TableCache:
     def __init__(self) -> None:
         self._tables: dict[Hashable, Table] = {}
         self._captured: list[Table] = []
-        self._unwritten: dict[Hashable, Table] = {}
+        self._unwritten: list[Table] = []
 
     @overload
     def get(self, slot: Hashable, *columns: Sequence[Tensor]) -> TensorTable: ...
@@ -174,31 +179,33 @@ class TableCache:
             )
         if not is_current:
             table.hold(*columns)
-            self._unwritten[slot] = table
+            self._unwritten.append(table)
         if not is_captured:
             self._captured.append(table)
         return table
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Surrounds a capture: what it left unwritten is written at its end, or dropped if it fails."""
+        """Surrounds a capture: what it left unwritten is written at its end, or holds nothing any more if it fails."""
         before = list(self._captured)
         try:
             yield
         except BaseException:
             self._captured = before
-            for slot in self._unwritten:
-                del self._tables[slot]
+            for table in self._unwritten:
+                table.release()
             raise
         else:
-            for table in self._unwritten.values():
+            for table in self._unwritten:
                 table.write()
         finally:
             self._unwritten.clear()
 
-    def forget_captures(self) -> None:
-        """No graph captured so far will be replayed any more: its tables may be written anew."""
+    def release(self) -> None:
+        """Let go of all tensors; tables of others of their sizes may follow. No graph captured so far may be replayed any more."""
         self._captured.clear()
+        for table in self._tables.values():
+            table.release()
 
     def drop(self, slot: Hashable) -> None:
         """Let go of the slot's table, and with it of its tensors; one that a graph reads stays until :meth:`clear`."""

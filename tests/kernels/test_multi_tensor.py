@@ -1,6 +1,7 @@
 """AdamW over many tensors: the reference against torch, the CUDA source (emulated, on a GPU) against the reference."""
 
 import math
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -271,8 +272,21 @@ def test_a_table_of_tensors_made_in_a_capture_is_written_at_its_end(monkeypatch)
         patch.setattr(tensor_table, "_is_under_capture", lambda columns: True)
         with pytest.raises(GraphrtError, match="table 0"):
             cache.get(0, [torch.zeros(3)])
-        cache.forget_captures()
+        cache.release()
+        assert table.columns == ()
         assert cache.get(0, [torch.zeros(3)]) is table
+
+
+def test_a_table_that_was_released_holds_nothing_and_is_made_anew_by_an_eager_step():
+    cache, x = TableCache(), torch.zeros(3)
+    table, seen = cache.get(0, [x]), weakref.ref(x)
+    cache.release()
+    assert not table.holds([x])
+    assert table.fits([x])
+    assert cache.get(0, [x]) is not table
+    cache.release()
+    del x
+    assert seen() is None
 
 
 def test_a_failed_capture_leaves_no_table_that_was_not_written(monkeypatch):
@@ -290,9 +304,12 @@ def test_a_failed_capture_leaves_no_table_that_was_not_written(monkeypatch):
 
     with pytest.raises(ZeroDivisionError):
         fail_in_a_capture()
-    assert cache.get(0, [new]) is not first
-    assert cache.get(1, [x]) is unchanged
+    assert not first.holds([new])
     assert not cache._captured
+    with monkeypatch.context() as patch:  # the next attempt at a capture
+        patch.setattr(tensor_table, "_is_under_capture", lambda columns: True)
+        assert cache.get(0, [new]) is first
+        assert cache.get(1, [x]) is unchanged
 
 
 @pytest.mark.parametrize(
