@@ -12,14 +12,13 @@ backward first writes: in a captured step that is memory which the activations n
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from graphrt.owners import working_for
 
-__all__ = ["GradientListener", "GradientSinks", "deliver"]
+__all__ = ["GradientSinks", "deliver"]
 
 #: Computes a weight gradient, into ``out`` if one is given.
 Compute = Callable[[Tensor | None], Tensor]
@@ -27,28 +26,11 @@ Compute = Callable[[Tensor | None], Tensor]
 AddTo = Callable[[Tensor], object]
 
 
-class GradientListener(Protocol):
-    """Who hears of the gradients of a step, on the thread that computes them."""
-
-    def wrote(self, parameter: nn.Parameter) -> None:
-        """A contribution to its ``.grad`` has been issued by its sink."""
-        ...
-
-    def will_accumulate(self, parameter: nn.Parameter) -> None:
-        """Autograd brings a contribution, and will add it."""
-        ...
-
-
 class _Sink:
-    """One parameter whose gradient is written directly.
+    """One parameter whose gradient is written directly."""
 
-    Args:
-        on_autograd: called where autograd brings a gradient, before it is added.
-    """
-
-    def __init__(self, parameter: nn.Parameter, on_autograd: Callable[[nn.Parameter], None]) -> None:
+    def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
-        self._on_autograd = on_autograd
         self.is_stale = False  # .grad still holds the step before, or has been released
         self.is_released = False  # .grad is None, and the next step makes it anew
         self._hook = parameter.register_hook(self._before_autograd)
@@ -56,7 +38,6 @@ class _Sink:
     def _before_autograd(self, grad: Tensor | None) -> None:
         if grad is not None:
             self.settle()
-            self._on_autograd(self.parameter)
 
     def release(self) -> None:
         """Let go of the tensor until the next step writes one."""
@@ -109,20 +90,6 @@ class GradientSinks:
 
     def __init__(self) -> None:
         self._sinks: dict[nn.Parameter, _Sink] = {}
-        self._listener: GradientListener | None = None
-
-    @contextmanager
-    def heard_by(self, listener: GradientListener) -> Iterator[None]:
-        """Inside the block ``listener`` hears of the gradients of parameters that have a sink."""
-        previous, self._listener = self._listener, listener
-        try:
-            yield
-        finally:
-            self._listener = previous
-
-    def _note_autograd(self, parameter: nn.Parameter) -> None:
-        if self._listener is not None:
-            self._listener.will_accumulate(parameter)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -151,14 +118,8 @@ class GradientSinks:
         if _has_other_hooks(parameter, 0 if found is None else 1) or not (parameter.is_leaf and parameter.is_contiguous()):
             return None
         if found is None:
-            found = self._sinks[parameter] = _Sink(parameter, self._note_autograd)
+            found = self._sinks[parameter] = _Sink(parameter)
         return found
-
-    def write(self, sink: _Sink, compute: Compute, add_to: AddTo | None) -> None:
-        """Write one contribution to ``sink``'s gradient, and tell of it."""
-        sink.write(compute, add_to)
-        if self._listener is not None:
-            self._listener.wrote(sink.parameter)
 
     def release(self, parameter: nn.Parameter) -> None:
         """Let go of the ``.grad`` of a parameter of these sinks: the next step makes a new one, of zeros if nothing writes it."""
@@ -201,10 +162,8 @@ def deliver(parameter: Tensor, compute: Compute, add_to: AddTo | None = None) ->
         add_to: called with the tensor to add to, where that takes no temporary; None adds what ``compute`` makes.
     """
     active = GradientSinks._active
-    if active is None or not isinstance(parameter, nn.Parameter):
-        return compute(None)
-    sink = active.sink(parameter)
+    sink = active.sink(parameter) if active is not None and isinstance(parameter, nn.Parameter) else None
     if sink is None:
         return compute(None)
-    active.write(sink, compute, add_to)
+    sink.write(compute, add_to)
     return None

@@ -23,12 +23,10 @@ from graphrt.region import Region
 from graphrt.sinks import GradientSinks
 from graphrt.state import QuantizationState
 
-__all__ = ["Gradients", "NormOf", "StepBody", "StepResult"]
+__all__ = ["Gradients", "StepBody", "StepResult"]
 
 LossFn = Callable[[nn.Module, Any], Any]
 _get_grad = operator.attrgetter("grad")
-#: Computes the norm of the step's gradients: a 0-dim fp32 tensor.
-NormOf = Callable[[list[Tensor]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -176,12 +174,11 @@ class StepBody:
     num_skipped: Tensor
     surroundings: Callable[[], AbstractContextManager[Any]] = nullcontext
 
-    def run(self, microbatches: Sequence[Any], region: Region, norm_of: NormOf | None = None) -> StepResult:
+    def run(self, microbatches: Sequence[Any], region: Region) -> StepResult:
         """Forward and backward of all microbatches, scale updates, gradient norm, clipping and optimizer.
 
         Args:
             microbatches: what ``loss_fn`` gets, one after the other; ``region`` spans them all.
-            norm_of: computes the norm of gradients that `grad_norm` can read, with its bits; None for one launch at the end.
         """
         with ZERO_GRAD:
             self.gradients.zero()
@@ -189,15 +186,15 @@ class StepBody:
             loss, metrics = self._accumulate(microbatches)
         self.adopt_states(region)
         self.update_backward()
-        return self._update(loss, metrics, norm_of or self._norm_at_once)
+        return self._update(loss, metrics)
 
     @torch.no_grad()
-    def _update(self, loss: Tensor, metrics: dict[str, Tensor], norm_of: NormOf) -> StepResult:
+    def _update(self, loss: Tensor, metrics: dict[str, Tensor]) -> StepResult:
         """Gradient norm, clipping, optimizer."""
         self.gradients.adopt()
         self.optimizer.prepare()
         with CLIP:
-            norms = Norms(self._grad_norm(norm_of), self.max_grad_norm)
+            norms = Norms(self._grad_norm(), self.max_grad_norm)
             if not self.optimizer.is_in_step:
                 scale_(self.gradients.tensors(), norms.clip_coef)
         if self.optimizer.is_in_step:
@@ -251,15 +248,12 @@ class StepBody:
             if state.backward_update_requested:
                 state.reduce_and_update_quantization_state(forward=False)
 
-    def _grad_norm(self, norm_of: NormOf) -> Tensor:
+    def _grad_norm(self) -> Tensor:
         grads = self.gradients.tensors()
         if not grads:
             raise GraphrtError("No parameter got a gradient. Check that the loss depends on parameters with requires_grad=True.")
         if any(grad.dtype not in NORM_DTYPES for grad in grads):
             return torch.nn.utils.get_total_norm(grads, foreach=True).float()
-        return norm_of(grads)
-
-    def _norm_at_once(self, grads: list[Tensor]) -> Tensor:
         norm = torch.empty((), device=grads[0].device)
         grad_norm(self.optimizer.tables.get("gradients", grads, make=NormTable.whole), norm)
         return norm

@@ -1,4 +1,4 @@
-"""What a second branch in the captured graph gains: the same step with none, with one for each kind of work, and with all.
+"""What a second branch in the captured graph gains: the same step as one chain, and with what there is beside it.
 
     python profiles/branches.py micro 125m 1b
 
@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from graphrt.capture import norm, weights
 from graphrt.capture.runner import CapturedRunner
 from graphrt.jobsetup import build_trainer
 from graphrt.presets import PRESETS
@@ -22,24 +21,17 @@ from graphrt.settings import make_settings
 from graphrt.trainer import Trainer
 
 NUM_ROUNDS, NUM_STEPS, NUM_WARMUP_STEPS = 8, 10, 6
-NOTHING = 1 << 62  # elements that no model has: nothing of the kind goes to the branch
 
-#: name: what goes to the branch
-WAYS = {"one chain": (), "weights": ("weights",), "norm": ("norm",), "both": ("weights", "norm")}
+#: name: whether there is a branch
+WAYS = {"one chain": False, "weights": True}
 
 
-def capture(trainer: Trainer, batch: Any, beside: tuple[str, ...]) -> CapturedRunner:
-    """A runner of its own whose graph has ``beside`` on the branch."""
-    thresholds = weights._FIRST_ELEMENTS, norm._LAST_ELEMENTS
-    weights._FIRST_ELEMENTS = thresholds[0] if "weights" in beside else NOTHING
-    norm._LAST_ELEMENTS = thresholds[1] if "norm" in beside else NOTHING
-    try:
-        runner = trainer.make_captured(has_branch=bool(beside))
-        for _ in range(NUM_WARMUP_STEPS):
-            trainer.step_with(runner, batch)
-        return runner
-    finally:
-        weights._FIRST_ELEMENTS, norm._LAST_ELEMENTS = thresholds
+def capture(trainer: Trainer, batch: Any, has_branch: bool) -> CapturedRunner:
+    """A runner of its own, captured."""
+    runner = trainer.make_captured(has_branch=has_branch)
+    for _ in range(NUM_WARMUP_STEPS):
+        trainer.step_with(runner, batch)
+    return runner
 
 
 def time_steps(trainer: Trainer, runner: CapturedRunner, batch: Any) -> list[float]:
@@ -62,7 +54,7 @@ def measure(preset: str) -> None:
     with trainer:
         shape = (settings.batch_size, settings.seq_len)
         batch = {name: torch.randint(PRESETS[preset].shape.vocab, shape, device=device) for name in ("tokens", "labels")}
-        runners = {name: capture(trainer, batch, beside) for name, beside in WAYS.items()}
+        runners = {name: capture(trainer, batch, has_branch) for name, has_branch in WAYS.items()}
         times: dict[str, list[float]] = defaultdict(list)
         for _ in range(NUM_ROUNDS):
             for name, runner in runners.items():

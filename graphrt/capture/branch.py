@@ -61,11 +61,6 @@ class Branch:
         """Whether there is a second stream at all."""
         return self._streams is not None
 
-    @property
-    def is_on_main(self) -> bool:
-        """Whether the current stream is the one that is captured, and none of the user's beside it."""
-        return self._streams is not None and torch.cuda.current_stream() == self._streams[0]
-
     @contextmanager
     def open(self) -> Iterator[None]:
         """Surrounds what is captured, inside the capture. All work is joined at the end, also after an error."""

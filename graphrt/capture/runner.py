@@ -24,7 +24,6 @@ from graphrt.capture.cuda_rng import RngTrace, observed_rng
 from graphrt.capture.fingerprint import Fingerprint, Settings
 from graphrt.capture.inputs import StaticInputs, signature
 from graphrt.capture.nodes import NodeMap, NodeObserver, raw_operations
-from graphrt.capture.norm import StepNorm
 from graphrt.capture.recorder import Recording, compare, record
 from graphrt.capture.region import CapturedRegion
 from graphrt.capture.results import StaticResults
@@ -72,7 +71,6 @@ class StepGraph:
         self.inputs = StaticInputs(batch, runner.device)
         self.microbatches = batches.split(self.inputs.batch, runner.num_microbatches)
         self.weights = StepWeights(runner.weights, runner.branch)
-        self.norm = StepNorm(runner.body, runner.branch)
         self.num_warmups = 0
         self.made_gradients = False  # in the last warmup step
         self.results: StaticResults | None = None
@@ -118,7 +116,6 @@ class StepGraph:
                 return result
             self.settings = Settings(self.runner.body)
             self.weights.learn()
-            self.norm.learn()
         self.num_warmups += 1
         return result
 
@@ -132,8 +129,8 @@ class StepGraph:
     def run_body(self) -> StepResult:
         """Issue the step on the static inputs."""
         region = CapturedRegion(self.weights.open_record, self.weights.close_record)
-        with self.weights.attached(), self.norm.attached():
-            return self.runner.body.run(self.microbatches, region, self.norm.finish)
+        with self.weights.attached():
+            return self.runner.body.run(self.microbatches, region)
 
     def run_captured(self) -> StepResult:
         """Issue the step and leave its results where replays leave them."""
@@ -209,7 +206,6 @@ class StepGraph:
             self.graph.close()
             self.graph = None
         self.weights.drop_tables()
-        self.norm.drop_tables()
 
     def close(self) -> None:
         """Free the graph and everything it wrote to."""
@@ -218,7 +214,6 @@ class StepGraph:
         if self.observation is not None:
             self.observation.close()
         self.weights.close()
-        self.norm.close()
         self.graph = self.observation = self.results = self.node_map = None
 
 
@@ -366,7 +361,6 @@ class CapturedRunner:
         with (
             CAPTURE,
             graph.weights.batched(),
-            graph.norm.planned(),
             self.body.gradients.closed(
                 f"in the step that was captured, after {self.num_warmup_steps} warmup steps without one. "
                 "Raise warmup_steps, or make every step use it."
@@ -375,7 +369,6 @@ class CapturedRunner:
             graph.graph, observation = capture_on(graph)
         self._check_capture(graph, observation)
         graph.weights.check()
-        graph.norm.check()
 
     def _capture_cuda(self, graph: StepGraph) -> tuple[_Replayable, Recording | None]:
         assert self._stream is not None

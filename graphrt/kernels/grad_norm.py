@@ -4,8 +4,7 @@
 
 A gradient is divided into pieces, and each piece leaves its sum of squares in fp64 in a place of its own; whichever block
 finishes last adds the sums up, place by place. So the bits depend on the sizes and values of the gradients alone, not on the
-launches that they were divided into: a step that is captured adds gradients up as they become final, an eager one all at the
-end, and the norms are equal. On a CPU the same runs in plain torch, a sum a gradient; the kernel agrees with an fp64 norm to
+launches that they were divided into. On a CPU the same runs in plain torch, a sum a gradient; the kernel agrees with an fp64 norm to
 1e-6.
 """
 

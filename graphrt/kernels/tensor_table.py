@@ -207,10 +207,6 @@ class TableCache:
         for table in self._tables.values():
             table.release()
 
-    def drop(self, slot: Hashable) -> None:
-        """Let go of the slot's table, and with it of its tensors; one that a graph reads stays until :meth:`clear`."""
-        self._tables.pop(slot, None)
-
     def clear(self) -> None:
         """Drop all tables. No graph captured with one may be replayed any more."""
         self._tables.clear()
