@@ -233,7 +233,7 @@ class Region(AbstractContextManager["Region"]):
             self.close_record(record)
             for state in registered_states() if record.has_gradients else []:
                 if record.states.get(state) or state.reduces_over(record.group):
-                    state.update_forward(record.group)
+                    self.update(state, record.group)
 
     def before_outermost(self) -> None:
         """Called before an outermost region with gradients opens."""
@@ -244,6 +244,10 @@ class Region(AbstractContextManager["Region"]):
     def close_record(self, record: RegionRecord) -> None:
         """Called when an outermost region exits, before its forward update."""
         record.close()
+
+    def update(self, state: QuantizationState, group: Any) -> None:
+        """The forward update of one state, at an outermost region's exit."""
+        state.update_forward(group)
 
 
 def _remove(context: Context) -> None:

@@ -8,14 +8,18 @@ still add up, in any order: a hook zeroes what is left of the step before, shoul
 
 As nothing is left to read of a tensor that will be overwritten, a step may also begin without it, and make it where its
 backward first writes: in a captured step that is memory which the activations needed before.
+
+A contribution that is little work (a norm's) may be written aside ([Note: aside]). Whoever else contributes to the same
+gradient waits for it: contributions aside among each other by their order, others by a join.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from graphrt.aside import aside, join_asides
 from graphrt.owners import working_for
 
 __all__ = ["GradientSinks", "deliver"]
@@ -33,11 +37,18 @@ class _Sink:
         self.parameter = parameter
         self.is_stale = False  # .grad still holds the step before, or has been released
         self.is_released = False  # .grad is None, and the next step makes it anew
+        self._is_aside = False  # the last contribution may still be under way
         self._hook = parameter.register_hook(self._before_autograd)
 
     def _before_autograd(self, grad: Tensor | None) -> None:
         if grad is not None:
+            self._join()
             self.settle()
+
+    def _join(self) -> None:
+        if self._is_aside:
+            join_asides()
+        self._is_aside = False
 
     def release(self) -> None:
         """Let go of the tensor until the next step writes one."""
@@ -46,7 +57,7 @@ class _Sink:
     def begin(self) -> None:
         """A step begins."""
         self.is_stale = self.is_released or self.parameter.grad is not None
-        self.is_released = False
+        self.is_released = self._is_aside = False
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -64,6 +75,28 @@ class _Sink:
     @torch.no_grad()
     def write(self, compute: Compute, add_to: AddTo | None) -> None:
         """Overwrite or add."""
+        self._join()
+        grad, overwrites = self._target()
+        if overwrites:
+            compute(grad)
+        elif add_to is not None and grad.is_contiguous():
+            add_to(grad)
+        else:
+            grad.add_(compute(None))
+
+    @torch.no_grad()
+    def write_aside(self, compute: Compute, reads: Sequence[Tensor]) -> None:
+        """As `write`, aside; ``compute`` allocates nothing."""
+        grad, overwrites = self._target()
+        out = grad if overwrites else self._empty()
+        with aside(grad, out, *reads):
+            compute(out)
+            if not overwrites:
+                grad.add_(out)
+        self._is_aside = True
+
+    def _target(self) -> tuple[Tensor, bool]:
+        """The ``.grad`` to write a contribution to, made where there is none, and whether it is to be overwritten."""
         grad, overwrites = self.parameter.grad, self.is_stale
         if grad is None:
             grad, overwrites = self._empty(), True
@@ -72,12 +105,7 @@ class _Sink:
             self.settle()
             overwrites = False
         self.is_stale = False
-        if overwrites:
-            compute(grad)
-        elif add_to is not None and grad.is_contiguous():
-            add_to(grad)
-        else:
-            grad.add_(compute(None))
+        return grad, overwrites
 
     def remove(self) -> None:
         self._hook.remove()
@@ -153,17 +181,21 @@ def _has_other_hooks(parameter: nn.Parameter, num_own: int) -> bool:
     return len(hooks) > num_own or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
-def deliver(parameter: Tensor, compute: Compute, add_to: AddTo | None = None) -> Tensor | None:
+def deliver(parameter: Tensor, compute: Compute, add_to: AddTo | None = None, *, reads: Sequence[Tensor] | None = None) -> Tensor | None:
     """A weight gradient from a backward: into the parameter's sink, or returned for autograd to accumulate.
 
     Args:
         parameter: the weight the gradient is of.
         compute: called with the tensor to write into, or None to make one.
         add_to: called with the tensor to add to, where that takes no temporary; None adds what ``compute`` makes.
+        reads: what ``compute`` reads, if it may run aside: it is little work, and given a tensor it allocates nothing.
     """
     active = GradientSinks._active
     sink = active.sink(parameter) if active is not None and isinstance(parameter, nn.Parameter) else None
     if sink is None:
         return compute(None)
-    sink.write(compute, add_to)
+    if reads is None:
+        sink.write(compute, add_to)
+    else:
+        sink.write_aside(compute, reads)
     return None

@@ -16,7 +16,7 @@ whatever the shape of the autograd graph was, and no module owns the update.
 import itertools
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,13 +25,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphrt import kernels
+from graphrt.aside import aside
 from graphrt.errors import FlushError
 from graphrt.guards import is_capturing, is_compiling, is_in_backward, untraced
 from graphrt.ranges import SCALE_UPDATE
 from graphrt.recipe import FP8_MAX, DelayedScaling
 from graphrt.recompute import in_recompute
 
-__all__ = ["QuantizationState", "Scales", "SlotCounts", "StateSnapshot", "blocking_guard", "num_ranks", "registered_states"]
+__all__ = [
+    "QuantizationState", "Scales", "SlotCounts", "StateSnapshot", "blocking_guard", "last_update", "num_ranks", "registered_states",
+]  # fmt: skip
 
 FORWARD, BACKWARD = 0, 1
 _TENSORS = ("scale", "scale_inv", "amax_history", "num_nonfinite", "num_updates")
@@ -68,6 +71,14 @@ def num_ranks(group: Any) -> int:
     if not dist.is_available() or not dist.is_initialized():
         return 1
     return dist.get_world_size(group)
+
+
+def last_update() -> AbstractContextManager[None]:
+    """Surrounds a step's last update of a direction, which nothing in the step reads: it may run aside.
+
+    With a process group it stays where it is: collectives have one order on all ranks.
+    """
+    return aside() if num_ranks(None) == 1 else nullcontext()
 
 
 class Scales(NamedTuple):

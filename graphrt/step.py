@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from graphrt.aside import aside, join_asides
 from graphrt.batch import map_tensors
 from graphrt.errors import CaptureError, GraphrtError
 from graphrt.kernels.grad_norm import NORM_DTYPES, NormTable, grad_norm
@@ -21,11 +22,13 @@ from graphrt.optimizer import Norms, StepOptimizer, scale_
 from graphrt.ranges import BACKWARD, CLIP, FORWARD, MICROBATCH, OPTIMIZER, ZERO_GRAD
 from graphrt.region import Region
 from graphrt.sinks import GradientSinks
-from graphrt.state import QuantizationState
+from graphrt.state import QuantizationState, last_update
 
 __all__ = ["Gradients", "StepBody", "StepResult"]
 
 LossFn = Callable[[nn.Module, Any], Any]
+#: Copies results to where they stay; in a capture without allocating anything.
+Publish = Callable[["StepResult"], None]
 _get_grad = operator.attrgetter("grad")
 
 
@@ -174,34 +177,39 @@ class StepBody:
     num_skipped: Tensor
     surroundings: Callable[[], AbstractContextManager[Any]] = nullcontext
 
-    def run(self, microbatches: Sequence[Any], region: Region) -> StepResult:
+    def run(self, microbatches: Sequence[Any], region: Region, publish: Publish = lambda result: None) -> StepResult:
         """Forward and backward of all microbatches, scale updates, gradient norm, clipping and optimizer.
 
         Args:
             microbatches: what ``loss_fn`` gets, one after the other; ``region`` spans them all.
+            publish: copies the results somewhere, aside, as soon as they are known: before the optimizer.
         """
         with ZERO_GRAD:
             self.gradients.zero()
         with self.gradients.sinks.active(), self.surroundings(), region:
             loss, metrics = self._accumulate(microbatches)
+            join_asides()  # before the scale updates are aside: the norm needs gradients, and does not wait for those
         self.adopt_states(region)
         self.update_backward()
-        return self._update(loss, metrics)
+        return self._update(loss, metrics, publish)
 
     @torch.no_grad()
-    def _update(self, loss: Tensor, metrics: dict[str, Tensor]) -> StepResult:
-        """Gradient norm, clipping, optimizer."""
+    def _update(self, loss: Tensor, metrics: dict[str, Tensor], publish: Publish) -> StepResult:
+        """Gradient norm, clipping, results, optimizer."""
         self.gradients.adopt()
         self.optimizer.prepare()
         with CLIP:
             norms = Norms(self._grad_norm(), self.max_grad_norm)
             if not self.optimizer.is_in_step:
                 scale_(self.gradients.tensors(), norms.clip_coef)
+        result = StepResult(loss, norms.grad_norm, norms.is_skipped, metrics)
+        with aside():
+            self.num_skipped.add_(result.skipped)
+            publish(result)
         if self.optimizer.is_in_step:
             with OPTIMIZER:
                 self.optimizer.apply(norms)
-        self.num_skipped.add_(norms.is_skipped)
-        return StepResult(loss, norms.grad_norm, norms.is_skipped, metrics)
+        return result
 
     def _accumulate(self, microbatches: Sequence[Any]) -> tuple[Tensor, dict[str, Tensor]]:
         """Gradients of the mean loss into ``.grad``; the mean loss and metrics."""
@@ -246,7 +254,8 @@ class StepBody:
         """Consume the backward requests of this step's own backwards."""
         for state in self.states:
             if state.backward_update_requested:
-                state.reduce_and_update_quantization_state(forward=False)
+                with last_update():
+                    state.reduce_and_update_quantization_state(forward=False)
 
     def _grad_norm(self) -> Tensor:
         grads = self.gradients.tensors()

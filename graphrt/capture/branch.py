@@ -1,24 +1,35 @@
-"""A second branch of a captured step, for work that memory bandwidth bounds.
+"""A second branch of a captured step, for work that need not hold up the chain.
 
 [Note: branch]
-A small step is a chain of hundreds of kernels that each wait for the one before and leave most of the chip idle. Work that
-only streams memory (quantizing weights, adding up squares) can run beside that chain. While a step is captured, what is
-issued inside `Branch.beside` goes to a side stream, forked from the current one: a parallel branch of the graph. Everywhere
-else (eager steps, warmups, the recorder) it is issued in place: the same kernels on the same data, so the same bits.
+A small step is a chain of hundreds of kernels that each wait for the one before and leave most of the chip idle. Weights can
+be quantized beside that chain, and small kernels that nobody waits for ([Note: aside]) need not be part of it. While a step is
+captured, what is issued inside `Branch.beside` goes to a side stream, forked from the current one: a parallel branch of the
+graph. Everywhere else (eager steps, warmups, the recorder) it is issued in place: the same kernels on the same data, so the
+same bits.
 
-* Few joins: every edge between the branches costs the chain about as much as a small kernel.
+* Little work: what fills the memory's bandwidth from all multiprocessors slows the chain by as much as it saves.
+* Few joins: every edge from the branch costs the chain about as much as a small kernel.
 * The capture stream has the higher priority, which its kernels keep in the graph: the branch takes what the chain leaves.
 * Memory: nothing is allocated inside `beside`. What its kernels read and write is allocated before, and outlives the graph
-  or is freed after a join; then neither torch's allocator nor the graph's pool can hand it out too early.
+  or is held until a join; then neither torch's allocator nor the graph's pool can hand it out too early.
+* Readers: an operation of torch's on what the branch holds, wherever it comes from (a hook of the user's that looks at a
+  gradient), is seen by the recorder that watches the capture, and joins first. Where none watches, work on such tensors stays
+  in the chain.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from graphrt.capture.record_nodes import storage_key
 
 __all__ = ["Branch", "Mark", "growing_chunks"]
+
+#: Memory held until a join that the chain could use again; beyond it the next piece of work joins what there is.
+_MAX_HELD_BYTES = 1 << 26
 
 
 class Mark:
@@ -48,6 +59,8 @@ class Branch:
         self._streams, self._num_nodes = streams, num_nodes
         self._is_open = False
         self._is_forked = False  # there may be work that no stream waits for
+        self._is_watched = False
+        self._held: dict[int, Tensor] = {}  # operands of that work, by storage
         #: Indices of the nodes issued beside the others in the last capture.
         self.nodes: set[int] = set()
 
@@ -62,30 +75,47 @@ class Branch:
         return self._streams is not None
 
     @contextmanager
-    def open(self) -> Iterator[None]:
-        """Surrounds what is captured, inside the capture. All work is joined at the end, also after an error."""
+    def open(self, *, is_watched: bool = False) -> Iterator[None]:
+        """Surrounds what is captured, inside the capture. All work is joined at the end, also after an error.
+
+        Args:
+            is_watched: `before_operation` will be called before each operation of torch's.
+        """
         self.nodes = set()
-        self._is_open = self._streams is not None
+        self._is_open, self._is_watched = self._streams is not None, is_watched
         try:
             yield
         except BaseException:
             # In an invalid capture the driver refuses this too; the error under way says why.
             with suppress(RuntimeError):
-                self.join()
+                self._join_main()
             raise
         else:
-            self.join()
+            self._join_main()
         finally:
-            self._is_open = self._is_forked = False
+            self._is_open = self._is_watched = self._is_forked = False
+            self._held.clear()
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
-        """Issue what is inside on the branch, after what the current stream has."""
+    def beside(self, *operands: Tensor) -> Iterator[None]:
+        """Issue what is inside on the branch, after what the current stream has.
+
+        Args:
+            operands: held until a join. Work that has any is issued in place, after the branch, where no recorder watches,
+                and on a stream of the user's: its allocator knows nothing of a join of the capture stream.
+        """
         if not self._is_open or self._streams is None:
             yield
             return
-        _, side = self._streams
-        side.wait_stream(torch.cuda.current_stream())
+        main, side = self._streams
+        current = torch.cuda.current_stream()
+        if operands and not (self._is_watched and current == main):
+            if self._held:
+                self.join()
+            yield
+            return
+        self._hold(operands)
+        side.wait_stream(current)
         self._is_forked = True
         first = self._num_nodes()
         try:
@@ -99,11 +129,32 @@ class Branch:
         return Mark(self._streams[1].record_event()) if self._is_forked and self._streams is not None else None
 
     def join(self) -> None:
-        """What the capture stream gets from here on runs after everything on the branch."""
+        """What the current stream gets from here on runs after everything on the branch."""
+        if not self._is_forked or self._streams is None:
+            return
+        main, side = self._streams
+        current = torch.cuda.current_stream()
+        if current == main:
+            self._join_main()
+        elif current != side:
+            current.wait_stream(side)
+
+    def before_operation(self, inputs: Iterable[Tensor]) -> None:
+        """An operation is about to be issued: join if it touches what the branch holds."""
+        if self._held and any(storage_key(tensor) in self._held for tensor in inputs):
+            self.join()
+
+    def _hold(self, operands: Sequence[Tensor]) -> None:
+        if sum(tensor.nbytes for tensor in self._held.values()) > _MAX_HELD_BYTES:
+            self.join()
+        self._held.update((storage_key(tensor), tensor) for tensor in operands)
+
+    def _join_main(self) -> None:
         if self._is_forked and self._streams is not None:
             main, side = self._streams
             main.wait_stream(side)
             self._is_forked = False
+            self._held.clear()
 
 
 def growing_chunks(sizes: Sequence[int], first: int, growth: float = 2.0) -> list[range]:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from graphrt.capture.attribution import Place
 from graphrt.capture.costs import Cost, cost_of, is_known
 from graphrt.capture.record_nodes import OpNode
@@ -112,9 +114,11 @@ class NodeObserver:
 
     Args:
         num_nodes: number of nodes in the graph so far; 0 while nothing is being captured.
+        before_operation: called with the tensors that an operation of torch's is about to get.
     """
 
     num_nodes: Callable[[], int]
+    before_operation: Callable[[Sequence[Tensor]], None] = lambda inputs: None
     _ends: list[int] = field(default_factory=list)  # of stretches of nodes, in order
     _places: list[Place] = field(default_factory=list)
     _costs: dict[int, Cost] = field(default_factory=dict)  # by index of the operation's first node
@@ -127,8 +131,9 @@ class NodeObserver:
             self._ends.append(end)
             self._places.append(place)
 
-    def begin_operation(self, operation: Any) -> None:
+    def begin_operation(self, operation: Any, inputs: Sequence[Tensor]) -> None:
         """An operation of torch's is about to add its nodes."""
+        self.before_operation(inputs)
         if is_known(operation):
             self._first = self.num_nodes()
 

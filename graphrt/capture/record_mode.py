@@ -35,7 +35,7 @@ class Call(Protocol):
 class OperationObserver(Protocol):
     """Who hears of each operation of the step, before it runs and when it has been recorded."""
 
-    def begin_operation(self, operation: Any) -> None: ...
+    def begin_operation(self, operation: Any, inputs: list[Tensor]) -> None: ...
     def end_operation(self, operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None: ...
 
 
@@ -128,10 +128,11 @@ class RecordMode(TorchDispatchMode):
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
         location = find_location(self._owner)
         self._check(func, operation_hazard(func, args, kwargs, location, self), location)
+        inputs = list(tensors_in((*args, *kwargs.values())))
         if self.observer is not None:
-            self.observer.begin_operation(func)
+            self.observer.begin_operation(func, inputs)
         result = run()
-        inputs, outputs = list(tensors_in((*args, *kwargs.values()))), list(tensors_in((result,)))
+        outputs = list(tensors_in((result,)))
         if name_of(func) not in _BOOKKEEPING and any(tensor.device.type == self.device_type for tensor in (*inputs, *outputs)):
             self._check(func, mixed_devices(func, inputs, outputs, self.device_type), location)
             self._add(func, args, kwargs, result, location)

@@ -1,8 +1,10 @@
 """The captured path's region: what updates inside the graph, and flushes nothing."""
 
 from collections.abc import Callable
+from typing import Any
 
 from graphrt.region import Region, RegionRecord
+from graphrt.state import QuantizationState, last_update
 
 __all__ = ["CapturedRegion"]
 
@@ -30,3 +32,8 @@ class CapturedRegion(Region):
         """Keep nothing, and let the step finish what it prepared."""
         record.close(keep_scales=False)
         self._on_close()
+
+    def update(self, state: QuantizationState, group: Any) -> None:
+        """Nothing in the step reads the scales any more: its forwards, backwards and their recomputes are inside the region."""
+        with last_update():
+            super().update(state, group)

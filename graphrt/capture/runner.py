@@ -17,6 +17,7 @@ import torch
 
 from graphrt import batch as batches
 from graphrt import kernels
+from graphrt.aside import asides
 from graphrt.capture.attribution import attributing
 from graphrt.capture.branch import Branch
 from graphrt.capture.cuda_graph import CaptureCounter, CapturedGraph, GraphPool, branch_stream, capture, capture_stream
@@ -126,20 +127,16 @@ class StepGraph:
             )
         return result
 
-    def run_body(self) -> StepResult:
-        """Issue the step on the static inputs."""
+    def run_captured(self) -> StepResult:
+        """Issue the step on the static inputs, and leave its results where replays leave them."""
         region = CapturedRegion(self.weights.open_record, self.weights.close_record)
         with self.weights.attached():
-            return self.runner.body.run(self.microbatches, region)
+            return self.runner.body.run(self.microbatches, region, self._publish)
 
-    def run_captured(self) -> StepResult:
-        """Issue the step and leave its results where replays leave them."""
-        result = self.run_body()
-        if self.results is None:
+    def _publish(self, result: StepResult) -> None:
+        if self.results is None:  # in the first warmup step, which forks nothing
             self.results = StaticResults(result)
-        with torch.no_grad():
-            self.results.write(result)
-        return result
+        self.results.write(result)
 
     def run_observed(self, observer: NodeObserver) -> Recording | None:
         """As `run_captured`, watched if the last warmup step was."""
@@ -397,10 +394,14 @@ class CapturedRunner:
 
     def _capture_with_names(self, graph: StepGraph, stream: torch.cuda.Stream, pool: GraphPool) -> tuple[CapturedGraph, Recording | None]:
         """Capture, and note which nodes belong to which module."""
-        observer = NodeObserver(CaptureCounter(stream))
+        observer = NodeObserver(CaptureCounter(stream), self.branch.before_operation)
 
         def body() -> Recording | None:
-            with self.branch.open(), attributing(self.body.model, observer.leave):
+            with (
+                self.branch.open(is_watched=graph.observation is not None),
+                asides(self.branch),
+                attributing(self.body.model, observer.leave),
+            ):
                 return graph.run_observed(observer)
 
         with _no_compiling():

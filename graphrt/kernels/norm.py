@@ -6,6 +6,7 @@ rounded as written, and ``rstd`` comes from an IEEE division and square root. ``
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,9 +27,6 @@ from graphrt.kernels.quantized import QuantizedTensor, QuantizeTo
 
 __all__ = ["SumInto", "rms_norm", "rms_norm_backward", "rms_norm_input_grad"]
 
-#: Computes a gradient of the norm's weight, [D] fp32, into the tensor given or a new one.
-SumInto = Callable[[Tensor | None], Tensor]
-
 # These mirror the constants of norm.cu.
 _VECTOR = 8  # columns in 16 bytes
 _WARP = 32
@@ -39,6 +37,22 @@ _MIN_BLOCKS = 264  # two on each of an H200's multiprocessors; fewer rows than t
 _TILE_ROWS, _TILE_COLS, _TILE_THREADS = 128, 128, 256
 _MAX_PARTIALS = 1024
 _SUM_COLUMNS, _SUM_THREADS = 32, 1024
+
+
+@dataclass(frozen=True, eq=False)
+class SumInto:
+    """Computes a gradient of the norm's weight, [D] fp32, into the contiguous tensor it is called with, or a new one for None.
+
+    Attributes:
+        compute: does it.
+        reads: what it reads, to be kept until it has run.
+    """
+
+    compute: Callable[[Tensor | None], Tensor]
+    reads: tuple[Tensor, ...]
+
+    def __call__(self, out: Tensor | None) -> Tensor:
+        return self.compute(out)
 
 
 def rms_norm(
@@ -103,7 +117,7 @@ def rms_norm_input_grad(grad_out: Tensor, x: Tensor, rstd: Tensor, weight: Tenso
 
     Returns:
         grad_x: [rows, D] of ``x``'s dtype.
-        sum_into: writes grad_weight, [D] fp32, to the contiguous tensor it is called with, or to a new one for None.
+        sum_into: computes grad_weight.
     """
     _check_stream("x", x, weight)
     shape = tuple(x.shape)
@@ -170,7 +184,7 @@ def _compute_backward(grad_out: Tensor, x: Tensor, rstd: Tensor, weight: Tensor,
         sums = _sum_columns(grad * (values * row_rstd))
         return sums if out is None else out.copy_(sums)
 
-    return grad_x.to(x.dtype), sum_into
+    return grad_x.to(x.dtype), SumInto(sum_into, (grad, values, row_rstd))
 
 
 def _rstd_from(sums: Tensor, cols: int, eps: float) -> Tensor:
@@ -263,8 +277,9 @@ def _launch_backward(grad_out: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, 
     block_rows = _backward_block_rows(rows)
     num_blocks = -(-rows // block_rows)
     partials = torch.empty((num_blocks, cols), dtype=torch.float32, device=x.device)
+    sum_into = SumInto(lambda out: _sum_partials(partials, out), (partials,))
     if rows == 0:
-        return grad_x, lambda out: _sum_partials(partials, out)
+        return grad_x, sum_into
     inputs = [aligned(grad_out), aligned(x), rstd.contiguous(), aligned(weight)]
     if grad_residual is not None:
         inputs.append(aligned(grad_residual))
@@ -275,7 +290,7 @@ def _launch_backward(grad_out: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, 
     name = "graphrt_rms_norm_backward" if vectors == 1 else "graphrt_wide_rms_norm_backward"
     args = (*addresses, grad_x.data_ptr(), partials.data_ptr(), rows, cols, block_rows, 1.0 / cols)
     device.launch(x.get_device(), name, num_blocks, num_threads, args)
-    return grad_x, lambda out: _sum_partials(partials, out)
+    return grad_x, sum_into
 
 
 def _sum_partials(partials: Tensor, out: Tensor | None) -> Tensor:

@@ -56,7 +56,10 @@ def residual_rms_norm_backward(
             return sum_into(out).to(weight.dtype)
         return out.copy_(sum_into(None))
 
-    return grad_x, None if parameter is None else deliver(parameter, compute)
+    if parameter is None:
+        return grad_x, None
+    # The sum is a few blocks, whose result nobody needs before the gradient norm. In another dtype it takes a temporary.
+    return grad_x, deliver(parameter, compute, reads=sum_into.reads if weight.dtype is torch.float32 else None)
 
 
 class _ResidualNorm(torch.autograd.Function):
