@@ -1,37 +1,47 @@
-"""What a second branch in the captured graph gains: the same step as one chain, and with what there is beside it.
+"""What a second branch in the captured graph gains: the same step as one chain, and with each kind of work beside it.
 
-    python profiles/branches.py micro 125m 1b
+    python profiles/branches.py
 
 One trainer a preset, a graph for each way, all on the same state. They take turns in rounds of some steps, so that the GPU's
-clock and its neighbours treat them alike; times are medians of all steps by CUDA events.
+clock and its neighbours treat them alike; times are quartiles of all steps by CUDA events.
 """
 
 import argparse
 import sys
 from collections import defaultdict
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
 import torch
 
+from graphrt.capture import runner as capture_runner
+from graphrt.capture import weights
 from graphrt.capture.runner import CapturedRunner
 from graphrt.jobsetup import build_trainer
 from graphrt.presets import PRESETS
 from graphrt.settings import make_settings
 from graphrt.trainer import Trainer
 
-NUM_ROUNDS, NUM_STEPS, NUM_WARMUP_STEPS = 8, 10, 6
+NUM_ROUNDS, NUM_STEPS, NUM_WARMUP_STEPS = 12, 20, 4
+NOTHING = 1 << 62  # elements that no model has: no weights go to the branch
 
-#: name: whether there is a branch
-WAYS = {"one chain": False, "weights": True}
+#: name: what goes to the branch
+WAYS = {"one chain": (), "weights": ("weights",), "small work": ("small work",), "both": ("weights", "small work")}
 
 
-def capture(trainer: Trainer, batch: Any, has_branch: bool) -> CapturedRunner:
-    """A runner of its own, captured."""
-    runner = trainer.make_captured(has_branch=has_branch)
-    for _ in range(NUM_WARMUP_STEPS):
-        trainer.step_with(runner, batch)
-    return runner
+def capture(trainer: Trainer, batch: Any, beside: tuple[str, ...]) -> CapturedRunner:
+    """A runner of its own whose graph has ``beside`` on the branch."""
+    first_elements, side = weights._FIRST_ELEMENTS, capture_runner.asides
+    weights._FIRST_ELEMENTS = first_elements if "weights" in beside else NOTHING
+    capture_runner.asides = side if "small work" in beside else nullcontext
+    try:
+        runner = trainer.make_captured(has_branch=bool(beside))
+        for _ in range(NUM_WARMUP_STEPS):
+            trainer.step_with(runner, batch)
+        return runner
+    finally:
+        weights._FIRST_ELEMENTS, capture_runner.asides = first_elements, side
 
 
 def time_steps(trainer: Trainer, runner: CapturedRunner, batch: Any) -> list[float]:
@@ -54,7 +64,7 @@ def measure(preset: str) -> None:
     with trainer:
         shape = (settings.batch_size, settings.seq_len)
         batch = {name: torch.randint(PRESETS[preset].shape.vocab, shape, device=device) for name in ("tokens", "labels")}
-        runners = {name: capture(trainer, batch, has_branch) for name, has_branch in WAYS.items()}
+        runners = {name: capture(trainer, batch, beside) for name, beside in WAYS.items()}
         times: dict[str, list[float]] = defaultdict(list)
         for _ in range(NUM_ROUNDS):
             for name, runner in runners.items():

@@ -216,10 +216,13 @@ class NodeMap:
 
     def _align(self, replay: list[Activity]) -> list[int | None]:
         has_name = [any(_agree(node, activity) for node in self._beside.values()) for activity in replay]
+        # A short name may be that of several kernels: nodes are told apart as the activities are.
+        alike = {(one.kind, one.mangled or one.name): one for one, value in zip(replay, has_name, strict=True) if value}.values()
+        is_named = [_key(node) in self._beside or any(_agree(node, activity) for activity in alike) for node in self.nodes]
         found: list[int | None] = [None] * len(replay)
         for is_beside in (False, True):
             places = [place for place, value in enumerate(has_name) if value is is_beside]
-            indices = [index for index, node in enumerate(self.nodes) if (_key(node) in self._beside) is is_beside]
+            indices = [index for index, value in enumerate(is_named) if value is is_beside]
             pairs = _align_in_order([self.nodes[index] for index in indices], [replay[place] for place in places])
             for ours, theirs in pairs:
                 found[places[theirs]] = indices[ours]

@@ -86,6 +86,14 @@ def test_a_branch_is_matched_in_an_order_of_its_own(names, expected):
     assert indices(match([activity(name) for name in names], nodes)) == expected
 
 
+def test_nodes_are_told_apart_as_the_activities_are():
+    """By name one of the branch could be another instantiation of its template, which is on the chain."""
+    other = MANGLED.replace("Li4E", "Li2E")
+    nodes = [node(0, other), node(1, "a"), beside(2, MANGLED), node(3, other), node(4, "b")]
+    names = [other, "a", MANGLED, other, "b"]
+    assert indices(match([activity(demangled(name)) for name in names], nodes)) == [0, 1, 2, 3, 4]
+
+
 def test_node_ids_win_over_order():
     nodes = [node(0, "a", node_id=70), node(1, "b", node_id=71)]
     assert indices(match([activity("b", node_id=71), activity("a", node_id=70)], nodes)) == [1, 0]

@@ -46,10 +46,13 @@ def match(activities: Sequence[Activity], nodes: Sequence[GraphNode]) -> list[Gr
 def _match_branches(activities: Sequence[Activity], nodes: Sequence[GraphNode]) -> list[GraphNode | None]:
     beside = {(node.kind, node.kernel): node for node in nodes if node.is_beside}
     has_name = [any(_fits(activity, node) for node in beside.values()) for activity in activities]
+    # A shown name may fit instantiations of one template alike: nodes are told apart as the activities are.
+    alike = {(one.kind, one.name): one for one, value in zip(activities, has_name, strict=True) if value}.values()
+    is_named = [(node.kind, node.kernel) in beside or any(_fits(activity, node) for activity in alike) for node in nodes]
     found: list[GraphNode | None] = [None] * len(activities)
     for is_beside in (False, True):
         places = [place for place, value in enumerate(has_name) if value is is_beside]
-        kept = [node for node in nodes if ((node.kind, node.kernel) in beside) is is_beside]
+        kept = [node for node, value in zip(nodes, is_named, strict=True) if value is is_beside]
         for place, node in zip(places, _match_by_order([activities[place] for place in places], kept), strict=True):
             found[place] = node
     return found
