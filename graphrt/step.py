@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from graphrt.batch import map_tensors
 from graphrt.errors import CaptureError, GraphrtError
 from graphrt.kernels.grad_norm import NORM_DTYPES, NormTable, grad_norm
+from graphrt.linear import forget_weights
 from graphrt.optimizer import Norms, StepOptimizer, scale_
 from graphrt.ranges import BACKWARD, CLIP, FORWARD, MICROBATCH, OPTIMIZER, ZERO_GRAD
 from graphrt.region import Region
@@ -187,6 +188,7 @@ class StepBody:
             self.gradients.zero()
         with self.gradients.sinks.active(), self.surroundings(), region:
             loss, metrics = self._accumulate(microbatches)
+        forget_weights(self.model)
         self.adopt_states(region)
         self.update_backward()
         return self._update(loss, metrics, norm_of or self._norm_at_once)
