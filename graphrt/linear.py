@@ -28,7 +28,17 @@ from graphrt.region import Context, Mode, RegionRecord, current_context
 from graphrt.sinks import deliver
 from graphrt.state import QuantizationState
 
-__all__ = ["Float8Linear", "LinearCall", "LinearSlots", "StaticWeight", "WeightKey", "finish_backward", "input_grad", "weight_grad"]
+__all__ = [
+    "Float8Linear",
+    "LinearCall",
+    "LinearSlots",
+    "WeightKey",
+    "WeightWatch",
+    "finish_backward",
+    "forget_weights",
+    "input_grad",
+    "weight_grad",
+]
 
 
 @dataclass(frozen=True)
@@ -61,19 +71,15 @@ class WeightKey(NamedTuple):
     has_transposed: bool
 
 
-class StaticWeight(Protocol):
-    """Storage of a quantized weight whose owner keeps it from step to step, and is told what forwards do with it."""
-
-    def storage(self) -> QuantizedTensor | None:
-        """Where to quantize to; None if what is there may still be needed by a backward to come."""
-        ...
+class WeightWatch(Protocol):
+    """Is told what the forwards of a step do with a quantized weight."""
 
     def writing(self, key: WeightKey, is_recording: bool) -> AbstractContextManager[Any]:
-        """Entered while a forward quantizes into it; ``is_recording`` says whether the amax is recorded."""
+        """Entered while a forward quantizes; ``is_recording`` says whether the amax is recorded."""
         ...
 
-    def note_read(self) -> None:
-        """A forward found it as it needs it."""
+    def note_read(self) -> bool:
+        """A forward found what it needs; True if no later one of the step will look for it."""
         ...
 
 
@@ -101,22 +107,22 @@ class Float8Linear(nn.Linear):
     quantization_state: QuantizationState
     slots: LinearSlots
     _weight_cache: _WeightCache | None
-    static_weight: StaticWeight | None
+    weight_watch: WeightWatch | None
 
     def bind(self, state: QuantizationState, slots: LinearSlots) -> None:
         """Attach the state that holds this layer's scales."""
         self.quantization_state, self.slots = state, slots
         self._weight_cache = None
-        self.static_weight = None
+        self.weight_watch = None
 
     def unbind(self) -> None:
         """Drop what `bind` attached."""
-        for name in ("quantization_state", "slots", "_weight_cache", "static_weight"):
+        for name in ("quantization_state", "slots", "_weight_cache", "weight_watch"):
             del self.__dict__[name]
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy quantizes its own weight.
-        return {**self.__dict__, "_weight_cache": None, "static_weight": None}
+        return {**self.__dict__, "_weight_cache": None, "weight_watch": None}
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Float8Linear":
         super()._apply(fn, recurse)
@@ -193,14 +199,14 @@ class Float8Linear(nn.Linear):
         """The weight in FP8, quantized once a region; an edit in place (a new version) quantizes it anew."""
         transpose = record.has_gradients or call.is_differentiable
         key = WeightKey(record.serial, weight._version, weight.data_ptr(), transpose)
-        static, cache = self.static_weight, self._weight_cache
+        watch, cache = self.weight_watch, self._weight_cache
         if cache is not None and cache.serves(weight, key, call.is_training):
-            if static is not None:
-                static.note_read()
+            if watch is not None and watch.note_read():
+                self.forget_weight()
             return cache.quantized
-        dtype, out = call.state.recipe.fp8_format.forward_dtype, None if static is None else static.storage()
-        with nullcontext() if static is None else static.writing(key, call.is_training):
-            quantized = _quantize(weight.detach(), call.state, self.slots.weight, record, dtype, call.is_training, transpose, out)
+        dtype = call.state.recipe.fp8_format.forward_dtype
+        with nullcontext() if watch is None else watch.writing(key, call.is_training):
+            quantized = _quantize(weight.detach(), call.state, self.slots.weight, record, dtype, call.is_training, transpose)
         if not torch.is_inference_mode_enabled():
             self.take_weight(weight, key, quantized, is_recorded=call.is_training)
         return quantized
@@ -208,6 +214,17 @@ class Float8Linear(nn.Linear):
     def take_weight(self, weight: Tensor, key: WeightKey, quantized: QuantizedTensor, *, is_recorded: bool) -> None:
         """Let forwards of ``weight`` under ``key`` use ``quantized``; training forwards only if its amax was recorded."""
         self._weight_cache = _WeightCache(key, weakref.ref(weight), quantized, is_recorded)
+
+    def forget_weight(self) -> None:
+        """Let go of the quantized weight; a backward that needs it has it."""
+        self._weight_cache = None
+
+
+def forget_weights(model: nn.Module) -> None:
+    """Free the quantized weights of a step that has ended: the next one makes its own."""
+    for module in model.modules():
+        if isinstance(module, Float8Linear):
+            module.forget_weight()
 
 
 def _output_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
@@ -234,13 +251,12 @@ def _quantize(
     dtype: torch.dtype,
     is_recording: bool,
     transpose: bool,
-    out: QuantizedTensor | None = None,
 ) -> QuantizedTensor:
     """Quantize ``x`` [rows, cols] with the scale its slot has in ``record`` (None: the live one)."""
     scales = state.scales if record is None else record.scales(state)
     amax = state.staging_row if is_recording else None
     with unseen_by_selective_checkpoints():
-        quantized = kernels.quantize(x, scales.scale, scales.scale_inv, slot, dtype, amax=amax, transpose=transpose, out=out)
+        quantized = kernels.quantize(x, scales.scale, scales.scale_inv, slot, dtype, amax=amax, transpose=transpose)
     if is_recording and state.is_counting_saturation:
         state.add_saturation(slot, x, quantized.data, FP8_MAX[dtype])
     return quantized

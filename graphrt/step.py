@@ -18,6 +18,7 @@ from graphrt.aside import aside, join_asides
 from graphrt.batch import map_tensors
 from graphrt.errors import CaptureError, GraphrtError
 from graphrt.kernels.grad_norm import NORM_DTYPES, NormTable, grad_norm
+from graphrt.linear import forget_weights
 from graphrt.optimizer import Norms, StepOptimizer, scale_
 from graphrt.ranges import BACKWARD, CLIP, FORWARD, MICROBATCH, OPTIMIZER, ZERO_GRAD
 from graphrt.region import Region
@@ -189,6 +190,7 @@ class StepBody:
         with self.gradients.sinks.active(), self.surroundings(), region:
             loss, metrics = self._accumulate(microbatches)
             join_asides()  # before the scale updates are aside: the norm needs gradients, and does not wait for those
+        forget_weights(self.model)
         self.adopt_states(region)
         self.update_backward()
         return self._update(loss, metrics, publish)

@@ -453,12 +453,12 @@ class Trainer:
         return profile_step(self, self._captured, batch, steps)
 
     def recapture(self) -> None:
-        """Drop all graphs: the next steps warm up and capture again, with everything as it is then."""
+        """Drop all graphs, and the gradients in their pool: the next steps warm up and capture again, with everything as it is then."""
         if self._captured is not None:
             self._captured.close()
 
     def close(self) -> None:
-        """Free graphs, static inputs and FP8 weights; a second call does nothing. Call it before a process group is destroyed."""
+        """Free graphs, their pool and the gradients in it; a second call does nothing. Call it before a process group is destroyed."""
         self._is_closed = True
         if self._captured is not None:
             self._captured.close()

@@ -12,7 +12,7 @@ import torch
 from kernels import E4M3, E5M2, NUM_LAUNCHES, Row, measure_copy, measure_us, num_buffers, run_script
 
 from graphrt.kernels import preload
-from graphrt.kernels.norm import rms_norm, rms_norm_backward
+from graphrt.kernels.norm import rms_norm, rms_norm_backward, rms_norm_transposed
 from graphrt.kernels.quantized import QuantizeTo
 from graphrt.kernels.swiglu import swiglu, swiglu_backward, swiglu_backward_with_output
 
@@ -37,6 +37,11 @@ def random_bf16(*shape: int) -> torch.Tensor:
 def make_norm(width: int, to: QuantizeTo | None, has_residual: bool) -> Launch:
     residual = random_bf16(ROWS, width) if has_residual else None
     return partial(rms_norm, random_bf16(ROWS, width), residual, torch.ones(width, device="cuda"), EPS, to=to)
+
+
+def make_norm_transposed(width: int, to: QuantizeTo) -> Launch:
+    tensors = random_bf16(ROWS, width), torch.ones(ROWS, device="cuda"), torch.ones(width, device="cuda")
+    return partial(rms_norm_transposed, *tensors, to=to)
 
 
 def make_norm_backward(width: int, has_residual: bool) -> Launch:
@@ -81,6 +86,7 @@ def measure_norm(width: int, num_replays: int) -> list[Row]:
         *measure("rms_norm+residual -> e4m3", width, 7, partial(make_norm, width, rows_only, True), num_replays),
         *measure("rms_norm+residual -> bf16", width, 8, partial(make_norm, width, None, True), num_replays),
         *measure("rms_norm -> e4m3+transpose", width, 4, partial(make_norm, width, e4m3, False), num_replays),
+        *measure("rms_norm transposed again", width, 3, partial(make_norm_transposed, width, e4m3._replace(amax=None)), num_replays),
         *measure("rms_norm_backward", width, 6, partial(make_norm_backward, width, False), num_replays),
         *measure("rms_norm_backward+residual", width, 8, partial(make_norm_backward, width, True), num_replays),
     ]

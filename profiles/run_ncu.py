@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +39,31 @@ def name_filter(wanted: Sequence[Node]) -> str:
     return f"regex:^({'|'.join(sorted({re.escape(node['kernel']) for node in wanted}))})$"
 
 
-def profiled_nodes(nodes: Sequence[Node], wanted: Sequence[Node]) -> list[Node]:
-    """The nodes that pass the filter, in the order of the replay: the i-th is ncu's result i."""
+@dataclass(frozen=True)
+class Selection:
+    """What ncu profiles: kernels of some names, from one to another of those in the replay."""
+
+    num_before: int  # of these names, before the first that is wanted
+    nodes: list[Node]  # the i-th is ncu's result i
+
+
+def select(nodes: Sequence[Node], wanted: Sequence[Node]) -> Selection:
+    """The shortest run of kernels, among those that pass `name_filter`, with all that are wanted."""
+    named = _named(nodes, wanted)
+    places = [place for place, node in enumerate(named) if any(node is one for one in wanted)]
+    return Selection(places[0], named[places[0] : places[-1] + 1])
+
+
+def _named(nodes: Sequence[Node], wanted: Sequence[Node]) -> list[Node]:
     names = {node["kernel"] for node in wanted}
     return [node for node in nodes if node["kind"] == "kernel" and node["kernel"] in names]
 
 
-def profile_command(report: Path, kernels: str, sections: str, job: Sequence[str]) -> list[str]:
+def profile_command(report: Path, kernels: str, selection: Selection, sections: str, job: Sequence[str]) -> list[str]:
     """ncu around ``job``, which turns the profiler on for one step."""
     window = ["--profile-from-start", "off", "--graph-profiling", "node"]
-    names = ["--kernel-name-base", "mangled", "--kernel-name", kernels]
+    launches = ["--launch-skip", str(selection.num_before), "--launch-count", str(len(selection.nodes))]
+    names = ["--kernel-name-base", "mangled", "--kernel-name", kernels, *launches]
     return ["ncu", *window, *names, "--set", sections, "--force-overwrite", "-o", str(report), *job]
 
 
@@ -79,10 +95,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"No kernel of the node map is in module {options.module!r}. See the names in {node_map}.", file=sys.stderr)
         return 2
     job = job_command(options, options.step, options.step)
-    done = subprocess.run(profile_command(options.out / "step", name_filter(wanted), options.sections, job), check=False)
+    selection = select(nodes, wanted)
+    command = profile_command(options.out / "step", name_filter(wanted), selection, options.sections, job)
+    done = subprocess.run(command, check=False)
     if done.returncode:
         return done.returncode
-    for number, node in enumerate(profiled_nodes(nodes, wanted)):
+    for number, node in enumerate(selection.nodes):
         mark = "*" if node in wanted else " "
         print(f"{mark} {number:5}  {node['direction']:10} {node['module'] or '-':40} {node['kernel'][:80]}")
     print(f"Open {options.out / 'step.ncu-rep'}, or: ncu --import {options.out / 'step.ncu-rep'} --page details")

@@ -590,7 +590,7 @@ def test_a_retained_graph_gives_the_composed_layers_gradients_twice(is_inside):
 def test_a_gradient_asked_for_later_finds_the_product_again():
     """The first backward wants no weight gradient, and is the last one that has the scales."""
 
-    def run(layer: Layer) -> Tensor:
+    def run(layer: Layer) -> list[Tensor]:
         torch.manual_seed(0)
         parts = Parts()
         graphrt.convert_to_float8_training(parts)
@@ -598,22 +598,42 @@ def test_a_gradient_asked_for_later_finds_the_product_again():
         with graphrt.fp8_autocast():
             loss = layer(parts, x, x)[1].square().mean()
         torch.autograd.grad(loss, x, retain_graph=True)
-        return torch.autograd.grad(loss, parts.w2.weight)[0]
+        return list(torch.autograd.grad(loss, [parts.w13.weight, parts.w2.weight]))
 
-    assert torch.equal(run(fused_ffn), run(composed_ffn))
+    for actual, expected in zip(run(fused_ffn), run(composed_ffn), strict=True):
+        assert torch.equal(actual, expected)
 
 
-def test_the_feed_forward_keeps_no_copy_of_the_product(device):
+def test_a_retained_graph_gives_the_gradients_of_the_projection_twice():
+    torch.manual_seed(0)
+    parts = Parts()
+    graphrt.convert_to_float8_training(parts)
+    x = torch.randn(BATCH, TOKENS, WIDTH, requires_grad=True)
+    with graphrt.fp8_autocast():
+        _, query, key, value = fused_qkv(parts, x, x)
+    loss = (query + key + value).square().mean()
+    first = torch.autograd.grad(loss, parts.qkv.weight, retain_graph=True)[0]
+    with graphrt.fp8_autocast():  # the scales move on
+        fused_qkv(parts, 30 * x, x)
+    # The scale of the output gradient may have moved too: that alone makes a difference.
+    second = torch.autograd.grad(loss, parts.qkv.weight)[0]
+    assert sqnr(second, first) > 20
+
+
+@pytest.mark.parametrize("layer", [fused_qkv, fused_ffn], ids=["qkv", "ffn"])
+def test_no_quantized_activation_is_kept_for_the_backward(layer, device):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     parts = Parts().to(device)
     graphrt.convert_to_float8_training(parts)
     x = torch.randn(BATCH, TOKENS, WIDTH, device=device, dtype=dtype, requires_grad=True)
     with graphrt.fp8_autocast():
-        y = fused_ffn(parts, x, x)[1]
-    assert y.grad_fn is not None
-    kept = [tensor.shape for tensor in y.grad_fn.saved_tensors if tensor is not None and tensor.element_size() == 1]
-    assert (FFN, BATCH * TOKENS) not in kept
-    assert (WIDTH, BATCH * TOKENS) in kept
+        y = layer(parts, x, x)[1]
+    node = y.grad_fn
+    while node is not None and not hasattr(node, "saved_tensors"):
+        node = node.next_functions[0][0]
+    assert node is not None
+    kept = {tuple(tensor.shape) for tensor in node.saved_tensors if tensor is not None and tensor.element_size() == 1}
+    assert kept == ({(WIDTH, 3 * WIDTH)} if layer is fused_qkv else {(WIDTH, 2 * FFN), (FFN, WIDTH)}), "weights alone"
 
 
 @pytest.mark.parametrize("is_fast", [True, False])

@@ -96,8 +96,19 @@ def test_ncu_gets_the_kernels_of_a_layer_in_one_step(tool, tmp_path, capsys):
     matches = [node["index"] for node in NODES if node["kernel"] and re.search(pattern, node["kernel"])]
     # Both gemms pass; the second of them is the one that was asked for.
     assert matches == [0, 3]
+    assert [call[call.index(name) + 1] for name in ("--launch-skip", "--launch-count")] == ["1", "1"]
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:3] for line in lines[:2]] == [["0", "forward", "blocks.0.up"], ["*", "1", "backward"]]
+    assert lines[0].split()[:3] == ["*", "0", "backward"]
+
+
+def test_ncu_profiles_from_the_first_kernel_of_the_layer_to_the_last():
+    def kernel(module: str, name: str) -> dict[str, object]:
+        return {"kind": "kernel", "kernel": name, "module": module, "direction": "forward"}
+
+    nodes = [kernel("a", "gemm"), kernel("b", "gemm"), kernel("a", "norm"), kernel("a", "gemm"), kernel("b", "norm"), kernel("c", "gemm")]
+    selection = run_ncu.select(nodes, [node for node in nodes if run_ncu.is_wanted(node, "b", None)])
+    assert selection.num_before == 1
+    assert selection.nodes == nodes[1:5]
 
 
 def test_a_module_is_matched_by_its_whole_name():

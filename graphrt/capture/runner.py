@@ -28,7 +28,7 @@ from graphrt.capture.nodes import NodeMap, NodeObserver, raw_operations
 from graphrt.capture.recorder import Recording, compare, record
 from graphrt.capture.region import CapturedRegion
 from graphrt.capture.results import StaticResults
-from graphrt.capture.weights import StepWeights, WeightStorage
+from graphrt.capture.weights import StepWeights
 from graphrt.errors import CaptureError
 from graphrt.kernels.gemm_choice import choices
 from graphrt.ranges import CAPTURE, COPY_INPUTS, REPLAY, RESULTS, WARMUP
@@ -71,7 +71,7 @@ class StepGraph:
         self.runner = runner
         self.inputs = StaticInputs(batch, runner.device)
         self.microbatches = batches.split(self.inputs.batch, runner.num_microbatches)
-        self.weights = StepWeights(runner.weights, runner.branch)
+        self.weights = StepWeights(runner.body.model, runner.branch)
         self.num_warmups = 0
         self.made_gradients = False  # in the last warmup step
         self.results: StaticResults | None = None
@@ -249,7 +249,6 @@ class CapturedRunner:
         self._graphs: dict[Any, StepGraph] = {}
         self.latest: StepGraph | None = None  # of the last batch that a step was taken with
         self._fingerprint: Fingerprint | None = None
-        self.weights = WeightStorage(body.model)
         self._peak_bytes = 0
 
     def _make_branch(self) -> Branch:
@@ -504,13 +503,12 @@ class CapturedRunner:
             )
 
     def close(self) -> None:
-        """Free all graphs, static inputs and FP8 weights, and gradients in the graphs' pool; a second call does nothing."""
+        """Free all graphs, static inputs, and gradients in the graphs' pool; a second call does nothing."""
         if self._has_own_gradients and self.is_captured:
             self.body.gradients.release()
         for graph in self._graphs.values():
             graph.close()
         self._graphs.clear()
-        self.weights.clear()
         self.latest = None
         self._fingerprint = None
         if self._pool is not None:

@@ -1,4 +1,4 @@
-"""FP8 weights of captured steps: where they are, and the few launches that make all of them.
+"""FP8 weights of captured steps: the few launches that make all of them, and how long they live.
 
 An eager step quantizes a weight where its linear first needs it. A captured step can make them all where its region opens,
 if that gives the same bits: the weight and its scale are the same then, and amaxes merge by max. Which weights that holds
@@ -8,6 +8,10 @@ that does not use all of them is refused. Others are quantized where they are ne
 
 The first weights are made before the forward, the others beside it ([Note: branch]), in the order of first use and in
 chunks that grow: a forward waits once for each chunk, when it comes to the first weight of it.
+
+They are allocated in the graph's pool where the region opens. Of each the copy that the forward multiplies with goes back to
+the pool after its last forward of the step (how many there are is learnt too), the transposed one after the backward: later
+activations and gradients take their place.
 
 An edit through ``weight.data`` inside a step, before its forward, moves no version and is not seen; one between steps is
 honoured, as every replay quantizes anew.
@@ -29,23 +33,18 @@ from graphrt.linear import Float8Linear, WeightKey
 from graphrt.ranges import QUANTIZE_WEIGHTS
 from graphrt.region import RegionRecord
 
-__all__ = ["StepWeights", "WeightStorage"]
+__all__ = ["StepWeights"]
 
 #: Elements that are made before the forward. So many keep the memory of a large GPU busy for about two microseconds; a model
 #: with fewer has one launch and no branch.
 _FIRST_ELEMENTS = 1 << 20
 
 
-class _StoredWeight:
-    """Storage of one linear's FP8 weight outside any graph's pool, and what the step under way did with it."""
+class _WeightUses:
+    """What the step under way does with one linear's FP8 weight."""
 
-    def __init__(self, linear: Float8Linear) -> None:
-        dtype = linear.quantization_state.recipe.fp8_format.forward_dtype
-        self.quantized: QuantizedTensor = kernels.allocate(linear.weight.detach(), dtype, True)
-        self.begin(None, [])
-
-    def begin(self, key: WeightKey | None, written: "list[_StoredWeight]") -> None:
-        """A step's region opens.
+    def __init__(self, key: WeightKey | None, written: "list[_WeightUses]") -> None:
+        """The step's region opens.
 
         Args:
             key: of a training forward of the weight as it is now, None if it cannot be told.
@@ -54,10 +53,7 @@ class _StoredWeight:
         self.key, self.num_writes, self.num_reads, self.is_predictable = key, 0, 0, False
         self.written = written
         self.mark: Mark | None = None  # where the branch has made it
-
-    def storage(self) -> QuantizedTensor | None:
-        """The storage, for the first write in a step; a backward may need that one when the weight is quantized again."""
-        return self.quantized if self.num_writes == 0 else None
+        self.num_expected: int | None = None  # reads of a weight that was made at the opening
 
     def writing(self, key: WeightKey, is_recording: bool) -> AbstractContextManager[None]:
         """A forward quantizes; a captured step may do this elsewhere, so the comparison of steps leaves it out."""
@@ -67,37 +63,12 @@ class _StoredWeight:
         self.num_writes += 1
         return uncompared()
 
-    def note_read(self) -> None:
-        """A forward uses what is there, from here on."""
+    def note_read(self) -> bool:
+        """A forward uses what is there, from here on; True if it is the last one."""
         if self.mark is not None:
             self.mark.join()
         self.num_reads += 1
-
-
-class WeightStorage:
-    """The FP8 weights of a model, for all graphs of a runner."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self._stored: dict[Float8Linear, _StoredWeight] = {}
-
-    @contextmanager
-    def attached(self) -> Iterator[dict[Float8Linear, _StoredWeight]]:
-        """Inside the block FP8 weights go to storage of their own."""
-        linears = [module for module in self.model.modules() if isinstance(module, Float8Linear)]
-        for linear in linears:
-            if linear not in self._stored:
-                self._stored[linear] = _StoredWeight(linear)
-            linear.static_weight = self._stored[linear]
-        try:
-            yield {linear: self._stored[linear] for linear in linears}
-        finally:
-            for linear in linears:
-                linear.static_weight = None
-
-    def clear(self) -> None:
-        """Free them."""
-        self._stored.clear()
+        return self.num_reads == self.num_expected
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,73 +83,88 @@ class StepWeights:
     """The FP8 weights of the step of one batch shape.
 
     Args:
+        model: what is trained.
         branch: beside the capture stream; one that cannot fork has all weights made before the forward.
     """
 
-    def __init__(self, storage: WeightStorage, branch: Branch) -> None:
-        self._storage = storage
+    def __init__(self, model: nn.Module, branch: Branch) -> None:
+        self._model = model
         self._branch = branch
-        self._in_step: dict[Float8Linear, _StoredWeight] = {}
-        self._written: list[_StoredWeight] = []
-        self._learnt: list[Float8Linear] = []  # in the order of first use
+        self._uses: dict[Float8Linear, _WeightUses] = {}  # of the step under way, or of the last one
+        self._written: list[_WeightUses] = []
+        self._learnt: dict[Float8Linear, int] = {}  # in the order of first use: how often a step uses the weight
         self._chunks: list[_Chunk] = []  # of the captured step
         self._is_batching = False
 
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Surrounds one step."""
-        with self._storage.attached() as self._in_step:
+        linears = [module for module in self._model.modules() if isinstance(module, Float8Linear)]
+        self._uses = {linear: _WeightUses(None, []) for linear in linears}
+        try:
             yield
+        finally:
+            for linear in linears:
+                linear.weight_watch = None
+                linear.forget_weight()
 
     def open_record(self, record: RegionRecord) -> None:
         """The step's region opens: note what the weights are now, and make those that `batched` says."""
         self._written = []
-        for linear, stored in self._in_step.items():
-            stored.begin(_training_key(linear, record), self._written)
+        self._uses = {linear: _WeightUses(_training_key(linear, record), self._written) for linear in self._uses}
+        for linear, uses in self._uses.items():
+            linear.weight_watch = uses
         if not (self._is_batching and self._chunks and record.has_gradients):
             return
         with QUANTIZE_WEIGHTS, uncompared():
             self._make_all(self._chunks)
 
     def _make_all(self, chunks: list[_Chunk]) -> None:
-        first, *others = chunks
-        self._make(first)
+        # All before the fork: nothing is allocated beside.
+        first, *others = [(chunk, [_allocate(linear) for linear in chunk.linears]) for chunk in chunks]
+        self._make(*first)
         if others:
             with self._branch.beside():
-                for chunk in others:
-                    self._make(chunk)
+                for chunk, outs in others:
+                    self._make(chunk, outs)
 
-    def _make(self, chunk: _Chunk) -> None:
+    def _make(self, chunk: _Chunk, outs: list[QuantizedTensor]) -> None:
         """Issue one launch, and let the forwards find what it makes."""
+        chunk.table.hold(outs)
         kernels.quantize_many(chunk.table)
+        chunk.table.release()
         mark = self._branch.mark()
-        for linear in chunk.linears:
-            stored, weight = self._in_step[linear], _parameter(linear)
-            assert stored.key is not None
+        for linear, out in zip(chunk.linears, outs, strict=True):
+            uses, weight = self._uses[linear], _parameter(linear)
+            assert uses.key is not None
             assert weight is not None
-            stored.mark = mark
-            linear.take_weight(weight, stored.key, stored.quantized, is_recorded=True)
+            uses.mark, uses.num_expected = mark, self._learnt[linear]
+            linear.take_weight(weight, uses.key, out, is_recorded=True)
 
     def close_record(self) -> None:
         """The step's region closes: the scale update that follows reads the amaxes of all weights, used or not."""
-        for stored in self._in_step.values():
-            if stored.mark is not None:
-                stored.mark.join()
+        for uses in self._uses.values():
+            if uses.mark is not None:
+                uses.mark.join()
 
     def learn(self) -> None:
         """Take in what the step just run did, for the one to be captured."""
-        linears = {stored: linear for linear, stored in self._in_step.items()}
-        self._learnt = [linears[stored] for stored in self._written if stored.is_predictable and stored.num_writes == 1]
+        linears = {uses: linear for linear, uses in self._uses.items()}
+        self._learnt = {
+            linears[uses]: uses.num_writes + uses.num_reads for uses in self._written if uses.is_predictable and uses.num_writes == 1
+        }
 
     @contextmanager
     def batched(self) -> Iterator[None]:
-        """Steps inside the block make the weights that `learn` found all at once. Enter it before a capture: it copies to the device."""
-        with self._storage.attached() as stored:
-            linears = [linear for linear in self._learnt if linear in stored and _can_batch(linear)]
-            self._chunks = [self._chunk(part, stored) for part in self._divide(linears)]
+        """Steps inside the block make the weights that `learn` found all at once. Enter it before a capture: it allocates the
+        tables outside the pool; they are written when it ends."""
+        linears = [linear for linear in self._learnt if _can_batch(linear)]
+        self._chunks = [_Chunk(part, QuantizeTable([_entry(linear) for linear in part])) for part in self._divide(linears)]
         self._is_batching = True
         try:
             yield
+            for chunk in self._chunks:
+                chunk.table.write()
         except BaseException:
             self.drop_tables()
             raise
@@ -192,19 +178,16 @@ class StepWeights:
         chunks = growing_chunks([linear.weight.numel() for linear in linears], _FIRST_ELEMENTS)
         return [linears[chunk.start : chunk.stop] for chunk in chunks]
 
-    @staticmethod
-    def _chunk(linears: list[Float8Linear], stored: dict[Float8Linear, _StoredWeight]) -> _Chunk:
-        return _Chunk(linears, QuantizeTable([_entry(linear, stored[linear].quantized) for linear in linears]))
-
     def check(self) -> None:
         """Raise CaptureError if the captured step did otherwise than the last warmup step with a weight made at its opening."""
         for linear in (linear for chunk in self._chunks for linear in chunk.linears):
-            stored = self._in_step[linear]
-            if stored.num_writes or not stored.num_reads:
-                name = next((name for name, module in self._storage.model.named_modules() if module is linear), "")
+            uses = self._uses[linear]
+            if uses.num_writes or uses.num_reads != uses.num_expected:
+                name = next((name for name, module in self._model.named_modules() if module is linear), "")
+                what = f"used {uses.num_reads} times" if uses.num_reads else "not used"
                 raise CaptureError(
-                    f"{name}.weight was used in the last warmup step, and "
-                    f"{'changed inside' if stored.num_writes else 'not used in'} the captured step. "
+                    f"{name}.weight was used {uses.num_expected} times in the last warmup step, and "
+                    f"{'changed or used once more' if uses.num_writes else what} in the captured step. "
                     "Make every step use the same layers, and edit parameters between steps."
                 )
 
@@ -215,7 +198,7 @@ class StepWeights:
     def close(self) -> None:
         """Let go of the weights."""
         self.drop_tables()
-        self._in_step, self._written, self._learnt = {}, [], []
+        self._uses, self._written, self._learnt = {}, [], {}
 
 
 def _training_key(linear: Float8Linear, record: RegionRecord) -> WeightKey | None:
@@ -235,9 +218,13 @@ def _can_batch(linear: Float8Linear) -> bool:
     return is_plain and not linear.quantization_state.is_counting_saturation
 
 
-def _entry(linear: Float8Linear, out: QuantizedTensor) -> QuantizeEntry:
+def _allocate(linear: Float8Linear) -> QuantizedTensor:
+    return kernels.allocate(linear.weight.detach(), linear.quantization_state.recipe.fp8_format.forward_dtype, True)
+
+
+def _entry(linear: Float8Linear) -> QuantizeEntry:
     state = linear.quantization_state
     scales, dtype = state.scales, state.recipe.fp8_format.forward_dtype
     with torch.no_grad():
         to = QuantizeTo(scales.scale, scales.scale_inv, linear.slots.weight, dtype, state.staging_row, True)
-        return QuantizeEntry(linear.weight.detach(), to, out)
+        return QuantizeEntry(linear.weight.detach(), to)

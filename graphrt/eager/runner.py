@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from graphrt.eager.autocast import fp8_autocast
+from graphrt.linear import forget_weights
 from graphrt.step import StepBody, StepResult
 
 __all__ = ["EagerRunner"]
@@ -36,5 +37,8 @@ class EagerRunner:
     @torch.no_grad()
     def evaluate(self, batch: Any) -> torch.Tensor:
         """The loss of one batch with the scales as they are."""
-        with self.body.surroundings(), fp8_autocast():
-            return self.body.evaluate(batch)[0]
+        try:
+            with self.body.surroundings(), fp8_autocast():
+                return self.body.evaluate(batch)[0]
+        finally:
+            forget_weights(self.body.model)

@@ -8,6 +8,7 @@ from graphrt.kernels.quantized import INPUT_DTYPES, QuantizedTensor, QuantizeTo,
 __all__ = [
     "aligned",
     "allocate_result",
+    "check_again",
     "check_columns",
     "check_matrix",
     "check_target",
@@ -48,6 +49,17 @@ def check_target(to: QuantizeTo | None, x: Tensor) -> None:
     """Raise ValueError unless a result on ``x``'s device can be quantized with ``to``."""
     if to is not None:
         check_arguments(x, to.scale, to.scale_inv, to.slot, to.dtype, to.amax)
+
+
+def check_again(name: str, to: QuantizeTo, x: Tensor) -> None:
+    """Raise ValueError unless a backward on ``x``'s device can quantize with ``to`` what its forward has quantized before."""
+    check_target(to, x)
+    if to.dtype is not torch.float8_e4m3fn or to.amax is not None:
+        amax = "without" if to.amax is None else "with"
+        raise ValueError(
+            f"{name} is {str(to.dtype).removeprefix('torch.')} {amax} an amax, expected float8_e4m3fn without. "
+            "Pass what the forward quantized with, and amax=None: it has recorded it."
+        )
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -276,6 +276,39 @@ __device__ __forceinline__ void transpose(const u8* __restrict__ data, u8* __res
     }
 }
 
+// The same copy from what the backward has, the stream and each row's rstd: for a forward that leaves it out, so that it
+// need not be kept in between. One byte an element more is read.
+__device__ __forceinline__ void normalize_transposed(const u16* __restrict__ x, const float* __restrict__ rstd,
+                                                     const float* __restrict__ weight, u8* __restrict__ transposed,
+                                                     const float* __restrict__ scale_in, i64 rows, i64 cols) {
+    __shared__ uint4 units[fp8_tile::kUnits];
+    const fp8_tile::Place place = fp8_tile::locate(cols);
+    const bool is_in_cols = place.col() < cols;
+    const float scale = *scale_in;
+    Bytes16 v[4];
+    float row_rstd[4], w[8];
+    u32 q[4][2];
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+        const i64 row = place.row() + r;
+        const bool is_inside = is_in_cols && row < rows;
+        v[r] = load_or_zero(x, row * cols + place.col(), is_inside);
+        row_rstd[r] = is_inside ? rstd[row] : 0.0f;
+    }
+    load_weight(weight, (int)place.col(), is_in_cols, w);
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+        float n[8];
+#pragma unroll
+        for (int e = 0; e < 8; e++) n[e] = __fmul_rn(__fmul_rn(Bf16::decode(v[r], e), row_rstd[r]), w[e]);
+        quantize_vector<Bf16, E4m3>(pack_bf16(n), scale, q[r]);
+        if (!is_in_cols || place.row() + r >= rows) zero_words<2>(q[r]);  // the pad, even under a scale that is not finite
+    }
+    fp8_tile::put(place, q, units);
+    __syncthreads();
+    fp8_tile::store(place, units, transposed, rows, cols);
+}
+
 // ---- backward ------------------------------------------------------------------------------------------------------
 // With gw = grad * weight, k = mean(gw * x) * rstd^2: grad_x = (gw - x * k) * rstd (+ grad_residual), and
 // grad_weight = the sum over rows of grad * (x * rstd), a partial sum per block here, in `partials` [blocks, cols].
@@ -435,6 +468,11 @@ GRAPHRT_RMS_NORM_BACKWARD(wide_rms_norm_backward, kWideVectors, kWideThreads)
 extern "C" __global__ void __launch_bounds__(kTileThreads) graphrt_rms_norm_transpose(
     const u8* data, u8* transposed, i64 rows, i64 cols) {
     transpose(data, transposed, rows, cols);
+}
+
+extern "C" __global__ void __launch_bounds__(fp8_tile::kThreads, 4) graphrt_rms_norm_transposed(
+    const u16* x, const float* rstd, const float* weight, u8* transposed, const float* scale, i64 rows, i64 cols) {
+    normalize_transposed(x, rstd, weight, transposed, scale, rows, cols);
 }
 
 extern "C" __global__ void __launch_bounds__(kBlockThreads) graphrt_rms_norm_sum_partials(

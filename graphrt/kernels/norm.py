@@ -15,6 +15,7 @@ from graphrt.kernels import device, reference
 from graphrt.kernels.fused import (
     aligned,
     allocate_result,
+    check_again,
     check_columns,
     check_matrix,
     check_target,
@@ -23,9 +24,9 @@ from graphrt.kernels.fused import (
     output_name,
     slot_addresses,
 )
-from graphrt.kernels.quantized import QuantizedTensor, QuantizeTo
+from graphrt.kernels.quantized import QuantizedTensor, QuantizeTo, transposed_shape
 
-__all__ = ["SumInto", "rms_norm", "rms_norm_backward", "rms_norm_input_grad"]
+__all__ = ["SumInto", "rms_norm", "rms_norm_backward", "rms_norm_input_grad", "rms_norm_transposed"]
 
 # These mirror the constants of norm.cu.
 _VECTOR = 8  # columns in 16 bytes
@@ -35,6 +36,7 @@ _WIDE_VECTORS = 4
 _BLOCK_ROWS = 16  # of a block, where there are rows enough for all
 _MIN_BLOCKS = 264  # two on each of an H200's multiprocessors; fewer rows than these take are spread over as many blocks
 _TILE_ROWS, _TILE_COLS, _TILE_THREADS = 128, 128, 256
+_AGAIN_TILE_ROWS, _AGAIN_TILE_COLS = 128, 64  # of rms_norm_transposed: those of fp8_tile in common.cuh
 _MAX_PARTIALS = 1024
 _SUM_COLUMNS, _SUM_THREADS = 32, 1024
 
@@ -129,6 +131,32 @@ def rms_norm_input_grad(grad_out: Tensor, x: Tensor, rstd: Tensor, weight: Tenso
     return run(grad_out, x, rstd, weight.detach().float(), grad_residual)
 
 
+def rms_norm_transposed(x: Tensor, rstd: Tensor, weight: Tensor, *, to: QuantizeTo) -> Tensor:
+    """The transposed copy of :func:`rms_norm`'s n, quantized again from the stream.
+
+    A forward that quantizes n without the transposed copy need keep nothing of it for the weight gradient of the linear
+    behind it: the stream and ``rstd`` are kept anyway, and the copy is written here instead of there.
+
+    Args:
+        x: [rows, D], the stream: residual_out of the forward.
+        rstd: [rows] fp32, from the forward.
+        weight: [D] fp32 (bf16 and fp16 are converted at each call).
+        to: e4m3, with the forward's scale and no amax, which the forward has recorded.
+
+    Returns:
+        [D, ceil16(rows)] e4m3: the bits that the forward's ``n.transposed`` had.
+
+    Raises:
+        ValueError: an argument has another shape, dtype or device than above; the message names it.
+        GraphrtError: the kernels cannot be compiled or loaded for the device.
+    """
+    _check_stream("x", x, weight)
+    check_tensor("rstd", rstd, tuple(x.shape[:1]), torch.float32, x.device)
+    check_again("to", to, x)
+    run = _launch_transposed if x.is_cuda else _compute_transposed
+    return run(x, rstd.detach(), weight.detach().float(), to)
+
+
 def _check_stream(name: str, x: Tensor, weight: Tensor) -> None:
     check_matrix(name, x)
     check_columns(f"D, the columns of {name},", x.shape[1])
@@ -170,6 +198,13 @@ def _compute_forward(
         return stream, out, rstd
     quantized = reference.quantize(out, to.scale, to.scale_inv, to.slot, to.dtype, amax=to.amax, transpose=to.transpose)
     return stream, quantized, rstd
+
+
+def _compute_transposed(x: Tensor, rstd: Tensor, weight: Tensor, to: QuantizeTo) -> Tensor:
+    out = (x.detach().float() * rstd[:, None] * weight).to(x.dtype)
+    transposed = reference.quantize(out, to.scale, to.scale_inv, to.slot, to.dtype, transpose=True).transposed
+    assert transposed is not None
+    return transposed
 
 
 def _compute_backward(grad_out: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, grad_residual: Tensor | None) -> tuple[Tensor, SumInto]:
@@ -269,6 +304,17 @@ def _launch_forward(
         transpose_args = (data_address, transposed_address, rows, cols)
         device.launch(x.get_device(), "graphrt_rms_norm_transpose", num_tiles, _TILE_THREADS, transpose_args)
     return stream, result, rstd
+
+
+def _launch_transposed(x: Tensor, rstd: Tensor, weight: Tensor, to: QuantizeTo) -> Tensor:
+    rows, cols = x.shape
+    transposed = torch.empty(transposed_shape(rows, cols), dtype=to.dtype, device=x.device)
+    if rows:
+        inputs = aligned(x), rstd.contiguous(), aligned(weight)
+        addresses = (*[tensor.data_ptr() for tensor in inputs], transposed.data_ptr(), to.scale.data_ptr() + 4 * to.slot)
+        num_tiles = -(-rows // _AGAIN_TILE_ROWS) * -(-cols // _AGAIN_TILE_COLS)
+        device.launch(x.get_device(), "graphrt_rms_norm_transposed", num_tiles, _TILE_THREADS, (*addresses, rows, cols))
+    return transposed
 
 
 def _launch_backward(grad_out: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, grad_residual: Tensor | None) -> tuple[Tensor, SumInto]:

@@ -13,6 +13,7 @@ from graphrt.kernels import device, reference
 from graphrt.kernels.fused import (
     aligned,
     allocate_result,
+    check_again,
     check_columns,
     check_matrix,
     check_target,
@@ -89,13 +90,7 @@ def swiglu_backward_with_output(
         GraphrtError: the kernels cannot be compiled or loaded for the device.
     """
     _check_arguments(h, grad_out, to)
-    check_target(output_to, h)
-    if output_to.dtype is not torch.float8_e4m3fn or output_to.amax is not None:
-        amax = "without" if output_to.amax is None else "with"
-        raise ValueError(
-            f"output_to is {str(output_to.dtype).removeprefix('torch.')} {amax} an amax, expected float8_e4m3fn without. "
-            "Pass what the forward quantized with, and amax=None: it has recorded it."
-        )
+    check_again("output_to", output_to, h)
     if not h.is_cuda:
         output = _compute_forward(h, output_to._replace(transpose=True))
         assert isinstance(output, QuantizedTensor)

@@ -15,7 +15,7 @@ from graphrt.guards import untraced
 from graphrt.kernels.norm import rms_norm
 from graphrt.kernels.rope import MAX_HEAD_SIZE, rope_, rope_backward
 from graphrt.nn.gemm import Gemm, can_fuse, gemm_of, is_fusable
-from graphrt.nn.norm import composed_norm, residual_rms_norm_backward
+from graphrt.nn.norm import composed_norm, quantize_norm_again, residual_rms_norm_backward
 from graphrt.nn.rows import flatten
 from graphrt.owners import working_for
 from graphrt.recompute import unseen_by_selective_checkpoints
@@ -81,7 +81,7 @@ class _RotaryQkv(torch.autograd.Function):
         # In place on the product: a selective checkpoint that kept it would hand it out turned, to be turned again.
         with torch.autocast(residual.device.type, enabled=False), unseen_by_selective_checkpoints():
             with working_for(norm_weight):
-                stream, n, rstd = rms_norm(flatten(delta), flatten(residual), norm_weight, eps, to=gemm.input_target())
+                stream, n, rstd = rms_norm(flatten(delta), flatten(residual), norm_weight, eps, to=gemm.input_target(transpose=False))
             packed = gemm.forward(n).view(batch, seq_len, 3, num_heads, -1)
             rope_(packed, cos, sin)
         ctx.save_for_backward(stream, rstd, norm_weight, cos, sin, *gemm.release(n))
@@ -101,6 +101,7 @@ class _RotaryQkv(torch.autograd.Function):
         gemm, needs_weight = ctx.gemm, ctx.needs_input_grad[3]
         grad = gemm.receive(rope_backward(grad_query, grad_key, grad_value, cos, sin, to=gemm.grad_target(transpose=needs_weight)))
         grad_n = gemm.grad_input(grad, saved)
+        quantize_norm_again(gemm, saved, stream, rstd, norm_weight, needs_weight)
         grad_weight = gemm.weight_grad(grad, saved) if needs_weight else None
         with working_for(norm_weight):
             grad_x, grad_norm = residual_rms_norm_backward(grad_n, stream, rstd, norm_weight, flatten(grad_stream), ctx.norm_parameter)

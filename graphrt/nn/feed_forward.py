@@ -7,7 +7,8 @@
     y = a w2^T                               GEMM
 
 In the backward the output gradient of w13 is quantized by the kernel that computes it, and never exists in 16 bits. The same
-kernel makes the transposed copy of a that the weight gradient of w2 reads, so that nothing of a is kept in between.
+kernel makes the transposed copy of a that the weight gradient of w2 reads, and another one that of n for w13, so that nothing
+of a and n is kept in between.
 """
 
 from typing import Any
@@ -22,7 +23,7 @@ from graphrt.kernels import QuantizeTo
 from graphrt.kernels.norm import rms_norm
 from graphrt.kernels.swiglu import swiglu, swiglu_backward, swiglu_backward_with_output
 from graphrt.nn.gemm import Gemm, Operand, can_fuse, gemm_of, is_fusable
-from graphrt.nn.norm import composed_norm, residual_rms_norm_backward
+from graphrt.nn.norm import composed_norm, quantize_norm_again, residual_rms_norm_backward
 from graphrt.nn.rows import flatten
 from graphrt.owners import working_for
 from graphrt.recompute import unseen_by_selective_checkpoints
@@ -61,12 +62,12 @@ class _FeedForward(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         with torch.autocast(residual.device.type, enabled=False), unseen_by_selective_checkpoints():
             with working_for(norm_weight):
-                stream, n, rstd = rms_norm(flatten(delta), flatten(residual), norm_weight, eps, to=first.input_target())
+                stream, n, rstd = rms_norm(flatten(delta), flatten(residual), norm_weight, eps, to=first.input_target(transpose=False))
             h = first.forward(n)
             a = swiglu(h, to=second.input_target(transpose=False))
             y = second.forward(a)
         ctx.save_for_backward(stream, rstd, norm_weight, h, *first.release(n), *second.release(a))
-        ctx.first, ctx.second, ctx.shape, ctx.kept = first, second, residual.shape, None
+        ctx.first, ctx.second, ctx.shape = first, second, residual.shape
         ctx.norm_parameter = norm_weight if ctx.needs_input_grad[2] else None
         return stream.view(residual.shape), y.view(residual.shape)
 
@@ -80,12 +81,14 @@ class _FeedForward(torch.autograd.Function):
         grad_stream, grad_y = map(flatten, grad_outputs)
         first, second = ctx.first, ctx.second
         needs_w13, needs_w2 = ctx.needs_input_grad[3:5]
+        saved_n, saved_a = saved[:4], saved[4:]
         g2 = second.prepare_grad(grad_y, transpose=needs_w2)
-        grad_a = second.grad_input(g2, saved[4:])
-        g13 = first.receive(_swiglu_backward(ctx, h, grad_a, first.grad_target(transpose=needs_w13), saved, needs_w2))
-        grad_w2 = second.weight_grad(g2, saved[4:]) if needs_w2 else None
-        grad_n = first.grad_input(g13, saved[:4])
-        grad_w13 = first.weight_grad(g13, saved[:4]) if needs_w13 else None
+        grad_a = second.grad_input(g2, saved_a)
+        g13 = first.receive(_swiglu_backward(h, grad_a, first.grad_target(transpose=needs_w13), second, saved_a, needs_w2))
+        grad_w2 = second.weight_grad(g2, saved_a) if needs_w2 else None
+        grad_n = first.grad_input(g13, saved_n)
+        quantize_norm_again(first, saved_n, stream, rstd, norm_weight, needs_w13)
+        grad_w13 = first.weight_grad(g13, saved_n) if needs_w13 else None
         with working_for(norm_weight):
             grad_x, grad_norm = residual_rms_norm_backward(grad_n, stream, rstd, norm_weight, grad_stream, ctx.norm_parameter)
         first.finish()
@@ -94,15 +97,11 @@ class _FeedForward(torch.autograd.Function):
         return grad_x, grad_x, grad_norm, grad_w13, grad_w2, None, None, None
 
 
-def _swiglu_backward(ctx: Any, h: Tensor, grad_a: Tensor, to: QuantizeTo | None, saved: list[Tensor], needs_a: bool) -> Operand:
+def _swiglu_backward(h: Tensor, grad_a: Tensor, to: QuantizeTo | None, gemm: Gemm, saved: list[Tensor], needs_a: bool) -> Operand:
     """The gradient of ``h``; puts what w2's weight gradient reads of ``a`` into ``saved``, if the forward did not keep it."""
-    if ctx.kept is not None:
-        saved[4] = ctx.kept
-    # The scales of the forward are there for its first backward only.
-    is_retained = torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
-    again = ctx.second.input_again() if saved[4] is None and (needs_a or is_retained) else None
+    again = gemm.input_again(saved, needs_a)
     if again is None:
         return swiglu_backward(h, grad_a, to=to)
-    grad_h, saved[4] = swiglu_backward_with_output(h, grad_a, to=to, output_to=again)
-    ctx.kept = saved[4] if is_retained else None
+    grad_h, saved[0] = swiglu_backward_with_output(h, grad_a, to=to, output_to=again)
+    gemm.keep_input(saved)
     return grad_h

@@ -36,9 +36,12 @@ class PlainGemm:
         """Producers write plain tensors."""
         del transpose
 
-    def input_again(self) -> QuantizeTo | None:
-        """The input is kept as it is, or has been quantized for good."""
-        return None
+    def input_again(self, saved: list[Tensor], is_needed: bool) -> QuantizeTo | None:
+        """The input is kept as it is."""
+        del saved, is_needed
+
+    def keep_input(self, saved: list[Tensor]) -> None:
+        """It is kept."""
 
     def grad_target(self, transpose: bool = True) -> None:
         """Producers write plain tensors."""
@@ -116,6 +119,7 @@ class Fp8Gemm:
     def __init__(self, linear: Float8Linear, call: LinearCall, weight: QuantizedTensor, dtype: torch.dtype) -> None:
         self.linear, self.weight, self.dtype, self._call = linear, linear.weight, dtype, call
         self._quantized: QuantizedTensor | None = weight
+        self._input_kept: Tensor | None = None
 
     def input_target(self, transpose: bool = True) -> QuantizeTo:
         """Where the kernel that computes the input quantizes it to.
@@ -130,9 +134,25 @@ class Fp8Gemm:
         dtype = call.state.recipe.fp8_format.forward_dtype
         return QuantizeTo(scales.scale, scales.scale_inv, call.slots.input, dtype, amax, transpose and call.is_differentiable)
 
-    def input_again(self) -> QuantizeTo | None:
-        """What quantizes the input to the bits it had in the forward, for a backward that computes it again."""
-        return self.input_target()._replace(amax=None)
+    def input_again(self, saved: list[Tensor], is_needed: bool) -> QuantizeTo | None:
+        """What quantizes the input to the bits it had in the forward, for a backward that computes it again.
+
+        None if there is no need: no weight gradient is asked for, or an earlier backward of a retained graph has done it and
+        its result is in ``saved`` now.
+
+        Args:
+            saved: what `release` returned; who makes the copy puts it in the first place and calls `keep_input`.
+            is_needed: whether the weight gradient is asked for.
+        """
+        if self._input_kept is not None:
+            saved[0] = self._input_kept
+            return None
+        # The scales of the forward are there for its first backward only.
+        return self.input_target()._replace(amax=None) if is_needed or _is_graph_retained() else None
+
+    def keep_input(self, saved: list[Tensor]) -> None:
+        """Another backward may come, and ask."""
+        self._input_kept = saved[0] if _is_graph_retained() else None
 
     def grad_target(self, transpose: bool = True) -> QuantizeTo:
         """Where the kernel that computes the output gradient quantizes it to."""
@@ -177,6 +197,11 @@ class Fp8Gemm:
     def finish(self) -> None:
         """A quantized backward has run: request the scale update."""
         finish_backward(self._call)
+
+
+def _is_graph_retained() -> bool:
+    """Whether the backward under way leaves its graph for another one."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 Gemm = PlainGemm | Fp8Gemm

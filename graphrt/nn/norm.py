@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from graphrt.guards import untraced
-from graphrt.kernels.norm import rms_norm, rms_norm_input_grad
-from graphrt.nn.gemm import is_fusable
+from graphrt.kernels.norm import rms_norm, rms_norm_input_grad, rms_norm_transposed
+from graphrt.nn.gemm import Gemm, is_fusable
 from graphrt.nn.rows import flatten
 from graphrt.owners import working_for
 from graphrt.sinks import deliver
 
-__all__ = ["composed_norm", "residual_rms_norm", "residual_rms_norm_backward"]
+__all__ = ["composed_norm", "quantize_norm_again", "residual_rms_norm", "residual_rms_norm_backward"]
 
 
 def residual_rms_norm(residual: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -60,6 +60,22 @@ def residual_rms_norm_backward(
         return grad_x, None
     # The sum is a few blocks, whose result nobody needs before the gradient norm. In another dtype it takes a temporary.
     return grad_x, deliver(parameter, compute, reads=sum_into.reads if weight.dtype is torch.float32 else None)
+
+
+def quantize_norm_again(gemm: Gemm, saved: list[Tensor], stream: Tensor, rstd: Tensor, weight: Tensor, is_needed: bool) -> None:
+    """Put the transposed copy of the norm, which the weight gradient of the linear behind it reads, into ``saved``.
+
+    Args:
+        gemm: of that linear.
+        saved: what ``gemm.release`` returned.
+        stream, rstd, weight: what the forward kept.
+        is_needed: whether the weight gradient is asked for.
+    """
+    to = gemm.input_again(saved, is_needed)
+    if to is not None:
+        with working_for(weight):
+            saved[0] = rms_norm_transposed(stream, rstd, weight, to=to)
+        gemm.keep_input(saved)
 
 
 class _ResidualNorm(torch.autograd.Function):

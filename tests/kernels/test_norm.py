@@ -65,6 +65,9 @@ def check_forward(run, x: Tensor, residual: Tensor | None, weight: Tensor, to: Q
     assert_same_values(stream, expected_stream, "residual_out")
     assert_same_values(rstd, expected_rstd, "rstd")
     assert_same_output(out, expected_out)
+    if to is not None and to.dtype is E4M3 and isinstance(out, QuantizedTensor) and out.transposed is not None:
+        again = norm._launch_transposed if run is norm._launch_forward else norm._compute_transposed
+        assert_same_bits(again(stream, rstd, weight, to._replace(amax=None)), out.transposed, "transposed again")
     if to is not None and to.amax is not None and expected_to is not None and expected_to.amax is not None:
         assert_same_bits(to.amax, expected_to.amax, "amax")
 
@@ -161,6 +164,24 @@ def test_reads_nothing_on_the_host():
     assert out.transposed is not None
     assert out.transposed.shape == (32, 16)
     assert (grad_x.shape, grad_weight.shape) == (x.shape, weight.shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_transposed_copy_again_is_that_of_the_forward(dtype):
+    x, weight = make_stream(37, 48).to(dtype), make_weight(48)
+    to = make_target(E4M3, 37.3)
+    stream, out, rstd = norm.rms_norm(x, None, weight, EPS, to=to)
+    assert isinstance(out, QuantizedTensor)
+    assert out.transposed is not None
+    again = to._replace(amax=None, transpose=False)
+    assert_same_bits(norm.rms_norm_transposed(stream, rstd, weight, to=again), out.transposed, "transposed again")
+    with pytest.raises(ValueError, match="to is float8_e4m3fn with an amax"):
+        norm.rms_norm_transposed(stream, rstd, weight, to=to)
+    with pytest.raises(ValueError, match="to is float8_e5m2 without an amax"):
+        norm.rms_norm_transposed(stream, rstd, weight, to=again._replace(dtype=E5M2))
+    with pytest.raises(ValueError, match="rstd is a"):
+        norm.rms_norm_transposed(stream, rstd[:3], weight, to=again)
+    assert norm.rms_norm_transposed(stream[:0], rstd[:0], weight, to=again).shape == (48, 0)
 
 
 def test_refuses_other_arguments_by_name():
