@@ -78,8 +78,13 @@ class WeightWatch(Protocol):
         """Entered while a forward quantizes; ``is_recording`` says whether the amax is recorded."""
         ...
 
-    def note_read(self) -> bool:
-        """A forward found what it needs; True if no later one of the step will look for it."""
+    def note_read(self) -> None:
+        """A forward found what it needs."""
+        ...
+
+    @property
+    def is_last_use(self) -> bool:
+        """Whether no later forward of the step is expected to look for it. One that does quantizes anew, to the same bits."""
         ...
 
 
@@ -201,13 +206,15 @@ class Float8Linear(nn.Linear):
         key = WeightKey(record.serial, weight._version, weight.data_ptr(), transpose)
         watch, cache = self.weight_watch, self._weight_cache
         if cache is not None and cache.serves(weight, key, call.is_training):
-            if watch is not None and watch.note_read():
-                self.forget_weight()
+            if watch is not None:
+                watch.note_read()
+                if watch.is_last_use:
+                    self.forget_weight()
             return cache.quantized
         dtype = call.state.recipe.fp8_format.forward_dtype
         with nullcontext() if watch is None else watch.writing(key, call.is_training):
             quantized = _quantize(weight.detach(), call.state, self.slots.weight, record, dtype, call.is_training, transpose)
-        if not torch.is_inference_mode_enabled():
+        if not (torch.is_inference_mode_enabled() or (watch is not None and watch.is_last_use)):
             self.take_weight(weight, key, quantized, is_recorded=call.is_training)
         return quantized
 

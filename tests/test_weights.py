@@ -136,10 +136,9 @@ def test_a_forward_waits_once_for_each_launch_and_the_scale_update_for_all(monke
             issue("make " + " ".join(names[entry.to.slot] for entry in table.entries))
             quantize_many(table)
 
-        def logged_read(uses: Any) -> bool:
-            is_last = note_read(uses)
+        def logged_read(uses: Any) -> None:
+            note_read(uses)
             issue("use " + next(name for name, m in trainer.model.named_modules() if getattr(m, "weight_watch", None) is uses))
-            return is_last
 
         def logged_update(*args: Any, **options: Any) -> None:
             issue("update")
@@ -400,28 +399,56 @@ def test_no_step_leaves_a_quantized_weight_behind(device: torch.device) -> None:
 @pytest.mark.parametrize("kind", ["plain", "graphrt", "graphrt-reentrant"])
 def test_the_last_forward_of_the_captured_step_lets_the_weight_go(kind: str, num: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the forward multiplies with goes back to the pool then; a recompute is a forward too."""
-    note_read, released = capture_weights._WeightUses.note_read, []
+    alive: list[tuple[Float8Linear, bool, bool]] = []  # at each use: whether it was expected to be the last, whether it is kept
+    quantized_weight = Float8Linear._quantized_weight
 
-    def watched(uses: Any) -> bool:
-        is_last = note_read(uses)
-        released.append((uses, is_last))
-        return is_last
+    def watched(linear: Float8Linear, *args: Any) -> kernels.QuantizedTensor:
+        quantized = quantized_weight(linear, *args)
+        uses = linear.weight_watch
+        assert uses is not None
+        alive.append((linear, uses.is_last_use, linear._weight_cache is not None))
+        return quantized
 
+    monkeypatch.setattr(Float8Linear, "_quantized_weight", watched)
     with make_trainer("graph", "cpu", model={"wrap": KINDS.get(kind, plainly)}, grad_accum_steps=num) as trainer:
-        run(trainer, token_batches(2))
-        monkeypatch.setattr(capture_weights._WeightUses, "note_read", watched)
-        trainer.step(token_batch(2))
-    reads = {uses: [is_last for other, is_last in released if other is uses] for uses, _ in released}
-    assert len(reads) == len(LINEARS)
-    for is_last in reads.values():
-        assert is_last == [*[False] * (len(is_last) - 1), True]
-        assert len(is_last) in (num, 2 * num)
+        linears = [module for module in trainer.model.modules() if isinstance(module, Float8Linear)]
+        for step in range(3):
+            alive.clear()
+            trainer.step(token_batch(step))
+            for linear in linears:
+                uses = [(is_last, is_kept) for other, is_last, is_kept in alive if other is linear]
+                if step == 0:  # nothing is known yet
+                    assert all(is_kept for _, is_kept in uses)
+                else:
+                    assert uses == [*[(False, True)] * (len(uses) - 1), (True, False)]
+                assert len(uses) in (num, 2 * num)
+
+
+def test_a_weight_used_once_more_than_in_the_step_before_is_quantized_again(device: torch.device) -> None:
+    """Warmup steps only: a captured step that differs is refused."""
+
+    def loss_fn(model: Any, batch: dict[str, Tensor]) -> Tensor:
+        x = model.embedding(batch["tokens"])
+        for _ in range(num_passes[0]):
+            x = model.blocks[0](x)
+        return F.cross_entropy(model.head(x).flatten(0, 1).float(), batch["labels"].flatten())
+
+    def trajectory(mode: str) -> list[Any]:
+        with make_trainer(mode, device, loss_fn=loss_fn, warmup_steps=3) as trainer:
+            found = []
+            for step, num in enumerate((1, 2, 2, 2, 2)):
+                num_passes[0] = num
+                found += run(trainer, [token_batch(step)])
+            return found
+
+    num_passes = [1]
+    assert_same_trajectory(trajectory("graph"), trajectory("eager"))
 
 
 @pytest.mark.gpu
 def test_quantized_weights_of_a_captured_step_are_in_the_pool() -> None:
     """The pool is smaller than with all of them alive to the end of the step, and nothing of them is outside."""
-    device, width, num = torch.device("cuda", 0), 2048, 16
+    device, width, num = torch.device("cuda", 0), 4096, 8
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(num))).to(device)
     graphrt.convert_to_float8_training(model)
@@ -432,5 +459,5 @@ def test_quantized_weights_of_a_captured_step_are_in_the_pool() -> None:
         torch.cuda.synchronize()
         num_bytes = num * width * width  # of one copy of all weights
         outside = torch.cuda.memory_allocated(device) - sum(p.numel() * 4 for p in model.parameters())
-        # Gradients are in the pool, and 4 bytes a weight; FP8 weights would be 2 more.
-        assert outside < 4 * num_bytes + num_bytes // 2
+        # Gradients are 4 bytes a weight, and cuBLAS has workspaces of 32 MiB; FP8 weights would be 2 bytes more.
+        assert outside < 5.5 * num_bytes

@@ -111,12 +111,12 @@ class StepGraph:
         self.runner.release_gradients()
         with WARMUP, self.runner.refusing_new_gradients(), self.runner.on_capture_stream(), self.runner.measuring_peak():
             result = self._observe() if self.is_last_warmup and self.runner.can_observe else self.run_captured()
+        self.weights.learn()
         if self.is_last_warmup:
             if self.num_warmups and len(gradients.names) != num_gradients:
                 # A step that brings a first gradient zeroes others than those after it: it is no model for the capture.
                 return result
             self.settings = Settings(self.runner.body)
-            self.weights.learn()
         self.num_warmups += 1
         return result
 
@@ -166,7 +166,7 @@ class StepGraph:
         optimizer = self.runner.body.optimizer.optimizer
         before = OptimizerSnapshot.take(optimizer, with_values=True)
         try:
-            with self.runner.on_capture_stream():
+            with self.runner.on_capture_stream(), self.weights.one_by_one():
                 self._record()
         except CaptureError as error:
             return error

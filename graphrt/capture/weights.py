@@ -10,8 +10,8 @@ The first weights are made before the forward, the others beside it ([Note: bran
 chunks that grow: a forward waits once for each chunk, when it comes to the first weight of it.
 
 They are allocated in the graph's pool where the region opens. Of each the copy that the forward multiplies with goes back to
-the pool after its last forward of the step (how many there are is learnt too), the transposed one after the backward: later
-activations and gradients take their place.
+the pool after its last forward of the step (how many there are the step before tells, also to a warmup step), the transposed one
+after the backward: later activations and gradients take their place.
 
 An edit through ``weight.data`` inside a step, before its forward, moves no version and is not seen; one between steps is
 honoured, as every replay quantizes anew.
@@ -43,17 +43,27 @@ _FIRST_ELEMENTS = 1 << 20
 class _WeightUses:
     """What the step under way does with one linear's FP8 weight."""
 
-    def __init__(self, key: WeightKey | None, written: "list[_WeightUses]") -> None:
+    def __init__(self, key: WeightKey | None, num_expected: int, written: "list[_WeightUses]") -> None:
         """The step's region opens.
 
         Args:
             key: of a training forward of the weight as it is now, None if it cannot be told.
+            num_expected: uses in the last warmup step; 0 if there was none.
             written: gets every weight of the step when a forward first quantizes it.
         """
-        self.key, self.num_writes, self.num_reads, self.is_predictable = key, 0, 0, False
-        self.written = written
+        self.key, self.num_expected, self.written = key, num_expected, written
+        self.num_writes, self.num_reads, self.is_predictable = 0, 0, False
         self.mark: Mark | None = None  # where the branch has made it
-        self.num_expected: int | None = None  # reads of a weight that was made at the opening
+
+    @property
+    def num_uses(self) -> int:
+        """Forwards so far."""
+        return self.num_writes + self.num_reads
+
+    @property
+    def is_last_use(self) -> bool:
+        """Whether the forward under way is the last that the warmup step before had."""
+        return self.num_uses == self.num_expected
 
     def writing(self, key: WeightKey, is_recording: bool) -> AbstractContextManager[None]:
         """A forward quantizes; a captured step may do this elsewhere, so the comparison of steps leaves it out."""
@@ -63,12 +73,11 @@ class _WeightUses:
         self.num_writes += 1
         return uncompared()
 
-    def note_read(self) -> bool:
-        """A forward uses what is there, from here on; True if it is the last one."""
+    def note_read(self) -> None:
+        """A forward uses what is there, from here on."""
         if self.mark is not None:
             self.mark.join()
         self.num_reads += 1
-        return self.num_reads == self.num_expected
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,16 +100,17 @@ class StepWeights:
         self._model = model
         self._branch = branch
         self._uses: dict[Float8Linear, _WeightUses] = {}  # of the step under way, or of the last one
+        self._num_uses: dict[Float8Linear, int] = {}  # of the last warmup step
         self._written: list[_WeightUses] = []
-        self._learnt: dict[Float8Linear, int] = {}  # in the order of first use: how often a step uses the weight
+        self._learnt: list[Float8Linear] = []  # in the order of first use
         self._chunks: list[_Chunk] = []  # of the captured step
         self._is_batching = False
 
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Surrounds one step."""
+        self._uses = {}
         linears = [module for module in self._model.modules() if isinstance(module, Float8Linear)]
-        self._uses = {linear: _WeightUses(None, []) for linear in linears}
         try:
             yield
         finally:
@@ -111,9 +121,9 @@ class StepWeights:
     def open_record(self, record: RegionRecord) -> None:
         """The step's region opens: note what the weights are now, and make those that `batched` says."""
         self._written = []
-        self._uses = {linear: _WeightUses(_training_key(linear, record), self._written) for linear in self._uses}
-        for linear, uses in self._uses.items():
-            linear.weight_watch = uses
+        for linear in (module for module in self._model.modules() if isinstance(module, Float8Linear)):
+            uses = _WeightUses(_training_key(linear, record), self._num_uses.get(linear, 0), self._written)
+            self._uses[linear] = linear.weight_watch = uses
         if not (self._is_batching and self._chunks and record.has_gradients):
             return
         with QUANTIZE_WEIGHTS, uncompared():
@@ -138,7 +148,7 @@ class StepWeights:
             uses, weight = self._uses[linear], _parameter(linear)
             assert uses.key is not None
             assert weight is not None
-            uses.mark, uses.num_expected = mark, self._learnt[linear]
+            uses.mark = mark
             linear.take_weight(weight, uses.key, out, is_recorded=True)
 
     def close_record(self) -> None:
@@ -148,11 +158,10 @@ class StepWeights:
                 uses.mark.join()
 
     def learn(self) -> None:
-        """Take in what the step just run did, for the one to be captured."""
+        """Take in what the warmup step just run did, for those after it and the one to be captured."""
+        self._num_uses = {linear: uses.num_uses for linear, uses in self._uses.items()}
         linears = {uses: linear for linear, uses in self._uses.items()}
-        self._learnt = {
-            linears[uses]: uses.num_writes + uses.num_reads for uses in self._written if uses.is_predictable and uses.num_writes == 1
-        }
+        self._learnt = [linears[uses] for uses in self._written if uses.is_predictable and uses.num_writes == 1]
 
     @contextmanager
     def batched(self) -> Iterator[None]:
@@ -171,6 +180,15 @@ class StepWeights:
         finally:
             self._is_batching = False
 
+    @contextmanager
+    def one_by_one(self) -> Iterator[None]:
+        """Inside the block weights are quantized where they are needed: the tables of `batched` are not written yet."""
+        was_batching, self._is_batching = self._is_batching, False
+        try:
+            yield
+        finally:
+            self._is_batching = was_batching
+
     def _divide(self, linears: list[Float8Linear]) -> list[list[Float8Linear]]:
         """What each launch makes."""
         if not self._branch.can_fork:
@@ -182,7 +200,7 @@ class StepWeights:
         """Raise CaptureError if the captured step did otherwise than the last warmup step with a weight made at its opening."""
         for linear in (linear for chunk in self._chunks for linear in chunk.linears):
             uses = self._uses[linear]
-            if uses.num_writes or uses.num_reads != uses.num_expected:
+            if uses.num_writes or not uses.is_last_use:
                 name = next((name for name, module in self._model.named_modules() if module is linear), "")
                 what = f"used {uses.num_reads} times" if uses.num_reads else "not used"
                 raise CaptureError(
@@ -198,7 +216,7 @@ class StepWeights:
     def close(self) -> None:
         """Let go of the weights."""
         self.drop_tables()
-        self._uses, self._written, self._learnt = {}, [], {}
+        self._uses, self._num_uses, self._written, self._learnt = {}, {}, [], []
 
 
 def _training_key(linear: Float8Linear, record: RegionRecord) -> WeightKey | None:
