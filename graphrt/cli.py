@@ -231,6 +231,10 @@ def train(
     precision: Annotated[
         str | None, _option(help="Of the blocks' linears.", default="fp8", metavar="fp8|bf16|fp32", panel=_RUNNING)
     ] = None,
+    backward_accum: Annotated[
+        str | None,
+        _option(help="How FP8 products of gradients are added up.", default="accurate", metavar="accurate|fast", panel=_RUNNING),
+    ] = None,
     checkpointing: Annotated[
         str | None, _option(help="Recompute each block in the backward.", default="none", metavar="none|block", panel=_RUNNING)
     ] = None,
@@ -263,7 +267,8 @@ def train(
     options = {
         "preset": preset, "text": tuple(text or ()) + tuple(files or ()), "tokens": tokens, "token_dtype": token_dtype,
         "vocab_size": vocab_size, "seq_len": seq_len, "batch_size": batch_size, "grad_accum": grad_accum, "steps": steps, "lr": lr,
-        "warmup": warmup, "seed": seed, "precision": precision, "checkpointing": checkpointing, "mode": mode, "device": device,
+        "warmup": warmup, "seed": seed, "precision": precision, "backward_accum": backward_accum, "checkpointing": checkpointing,
+        "mode": mode, "device": device,
         "eval_every": eval_every, "save_every": save_every, "slots_every": slots_every,
     }  # fmt: skip
     raise typer.Exit(_run_training(options, out or Path("runs") / (preset or "tiny"), resume, all_slots, parity, tensorboard))
@@ -320,6 +325,9 @@ def profile(
     seq_len: Annotated[int | None, _option(help="Tokens per sequence, a multiple of 16.", default="the preset's")] = None,
     grad_accum: Annotated[int | None, _option(help="Microbatches a batch is split into.", default="1")] = None,
     precision: Annotated[str | None, _option(help="Of the blocks' linears.", default="fp8", metavar="fp8|bf16|fp32")] = None,
+    backward_accum: Annotated[
+        str | None, _option(help="How FP8 products of gradients are added up.", default="accurate", metavar="accurate|fast")
+    ] = None,
     checkpointing: Annotated[
         str | None, _option(help="Recompute each block in the backward.", default="none", metavar="none|block")
     ] = None,
@@ -328,7 +336,7 @@ def profile(
 ) -> None:
     options = {
         "preset": preset, "batch_size": batch_size, "seq_len": seq_len, "grad_accum": grad_accum, "precision": precision,
-        "checkpointing": checkpointing, "mode": mode, "device": device,
+        "backward_accum": backward_accum, "checkpointing": checkpointing, "mode": mode, "device": device,
     }  # fmt: skip
     raise typer.Exit(_run_profile(run, options, steps, out))
 

@@ -6,6 +6,7 @@ from torch import nn
 from graphrt.checkpoint import checkpoint
 from graphrt.convert import convert_to_float8_training
 from graphrt.llama import Llama, is_block_linear, make_loss_fn
+from graphrt.recipe import DelayedScaling
 from graphrt.settings import InputError, Settings
 from graphrt.trainer import Trainer
 
@@ -62,7 +63,8 @@ def build_trainer(settings: Settings, device: torch.device) -> Trainer:
     torch.manual_seed(settings.seed)
     model = Llama(settings.shape, settings.seq_len, checkpoint if settings.checkpointing == "block" else None).to(device)
     if settings.precision == "fp8":
-        convert_to_float8_training(model, module_filter_fn=is_block_linear)
+        recipe = DelayedScaling(backward_fast_accum=settings.backward_accum == "fast")
+        convert_to_float8_training(model, recipe=recipe, module_filter_fn=is_block_linear)
     return Trainer(
         model,
         make_optimizer(model, settings.lr),

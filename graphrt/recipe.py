@@ -46,8 +46,9 @@ class DelayedScaling:
         reduce_amax: take the maximum over the ranks of the reduction group before each update, so that all ranks
             keep the same scales.
         backward_fast_accum: let the GEMMs of both gradients accumulate in the tensor cores' reduced precision, as those of
-            the forward always do. What that adds in error is some 25 dB below what quantizing the operands does
-            (``profiles/gemm.py``); False is slower and adds none. Scales do not depend on it.
+            the forward always do. Faster; what it adds in error is some 25 dB below what quantizing the operands does
+            (``profiles/gemm.py``). Off, as in other libraries, until longer runs have shown that losses do not mind. Scales do
+            not depend on it.
 
     Raises:
         RecipeError: a field is out of range.
@@ -58,7 +59,7 @@ class DelayedScaling:
     amax_history_len: int = 1024
     amax_compute_algo: Literal["max", "most_recent"] = "max"
     reduce_amax: bool = True
-    backward_fast_accum: bool = True
+    backward_fast_accum: bool = False
 
     def __post_init__(self) -> None:
         if not _is_int(self.margin) or abs(self.margin) > _MAX_MARGIN:
@@ -72,7 +73,7 @@ class DelayedScaling:
         if not isinstance(self.reduce_amax, bool):
             raise RecipeError(f"reduce_amax must be a bool, got {self.reduce_amax!r}. Use True to keep the scales of all ranks equal.")
         if not isinstance(self.backward_fast_accum, bool):
-            raise RecipeError(f"backward_fast_accum must be a bool, got {self.backward_fast_accum!r}. Use True for speed.")
+            raise RecipeError(f"backward_fast_accum must be a bool, got {self.backward_fast_accum!r}. False is the usual choice.")
 
     @property
     def scaling_fields(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""FP8 GEMMs of the presets: torch's algorithm beside the others that cuBLASLt proposes, and accurate accumulation beside fast.
+"""FP8 GEMMs of the presets: torch's algorithm beside the others that cuBLASLt proposes, and fast accumulation beside accurate.
 
 For each linear of a block its forward (x w^T), its input gradient (dgrad, dy w) and its weight gradient (wgrad, dy^T x), with
 the dtypes, the output and the accumulation that a step uses. Measured like profiles/kernels.py, whose functions it uses:
@@ -11,8 +11,8 @@ graphs of many launches that rotate among operands larger than the L2 cache toge
   gain        torch's time over the chosen one's
   of peak     of 1979 TFLOP/s, dense FP8 on an H100 or H200
 
-All products accumulate fast; the second line of a gradient is the same product accumulated accurately, as with
-DelayedScaling(backward_fast_accum=False). SQNR is the output's, against a product in fp64 of the same FP8 operands, Gaussian
+Gradients accumulate accurately; the second line of one is the same product accumulated fast, as with
+DelayedScaling(backward_fast_accum=True). SQNR is the output's, against a product in fp64 of the same FP8 operands, Gaussian
 before they were quantized; what quantizing costs is not in it.
 """
 
@@ -52,16 +52,16 @@ class Product:
 
 
 def products(preset: str) -> Iterator[Product]:
-    """The GEMMs of one block; those of the gradients also accumulated accurately."""
+    """The GEMMs of one block; those of the gradients also accumulated fast."""
     tokens = PRESETS[preset].tokens_per_step
     for linear, (num_out, num_in) in zip(LINEARS, weight_shapes(preset), strict=False):
         forward = GemmKey(0, tokens, num_out, num_in, E4M3, E4M3, BF16, fast_accum=True, has_bias=False)
-        dgrad = GemmKey(0, tokens, num_in, num_out, E5M2, E4M3, BF16, fast_accum=True, has_bias=False)
-        wgrad = GemmKey(0, num_out, num_in, tokens, E5M2, E4M3, FP32, fast_accum=True, has_bias=False)
+        dgrad = GemmKey(0, tokens, num_in, num_out, E5M2, E4M3, BF16, fast_accum=False, has_bias=False)
+        wgrad = GemmKey(0, num_out, num_in, tokens, E5M2, E4M3, FP32, fast_accum=False, has_bias=False)
         for name, key in (("forward", forward), ("dgrad", dgrad), ("wgrad", wgrad)):
             yield Product(f"{linear} {name}", key)
             if key is not forward:
-                yield Product("", key._replace(fast_accum=False))
+                yield Product("", key._replace(fast_accum=True))
 
 
 @dataclass(frozen=True)

@@ -208,5 +208,5 @@ def test_a_state_loads_whatever_its_gemms_accumulated_in(saved_with):
     saved["recipe"]["backward_fast_accum"] = saved_with
     if saved_with is None:
         del saved["recipe"]["backward_fast_accum"]
-    assert graphrt.DelayedScaling.from_dict(saved["recipe"]).backward_fast_accum is (saved_with is not False)
+    assert graphrt.DelayedScaling.from_dict(saved["recipe"]).backward_fast_accum is (saved_with is True)
     graphrt.quantization_state(make_net(recipe=RECIPE)).load_state_dict(saved)

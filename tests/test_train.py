@@ -19,7 +19,7 @@ from graphrt import train as train_module
 from graphrt.cli import main
 from graphrt.data import load_default_text
 from graphrt.interrupt import StopRequest
-from graphrt.jobsetup import resolve_device
+from graphrt.jobsetup import build_trainer, resolve_device
 from graphrt.presets import PRESETS, ModelShape, Preset
 from graphrt.runlock import FolderLock
 from graphrt.settings import InputError, Settings, change_settings, make_settings
@@ -511,6 +511,18 @@ class TestRefusals:
 
 
 class TestSettings:
+    @pytest.mark.parametrize("accum", ["accurate", "fast"])
+    def test_how_gradients_accumulate_is_the_recipes(self, accum):
+        settings = make_settings({"preset": "nano", "backward_accum": accum, "device": "cpu"})
+        trainer = build_trainer(settings, torch.device("cpu"))
+        assert trainer.state is not None
+        assert trainer.state.recipe.backward_fast_accum is (accum == "fast")
+        trainer.close()
+
+    def test_settings_of_before_there_was_a_choice_of_accumulation_load(self, tmp_path):
+        saved = {name: value for name, value in json.loads(make_settings({}).to_json()).items() if name != "backward_accum"}
+        assert Settings.from_json(json.dumps(saved), tmp_path / "settings.json") == make_settings({})
+
     def test_what_is_left_out_comes_from_the_preset(self):
         settings = make_settings({"preset": "1b", "steps": None})
         assert (settings.steps, settings.seq_len, settings.vocab_size) == (2000, 2048, 32768)
@@ -578,6 +590,7 @@ class TestSettings:
             ({"precision": "fp4"}, "--precision must be one of fp8, bf16, fp32"),
             ({"mode": "graphs"}, "--mode"),
             ({"checkpointing": "all"}, "--checkpointing"),
+            ({"backward_accum": "slow"}, "--backward-accum must be one of accurate, fast"),
             ({"token_dtype": "uint8", "tokens": "x"}, "--token-dtype"),
             ({"token_dtype": "uint16"}, "--token-dtype uint16 goes with --tokens"),
             ({"vocab_size": 100}, "--vocab-size must be at least 256 for text"),
