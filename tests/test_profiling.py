@@ -366,7 +366,7 @@ def test_tables_name_layers(profile):
 
 
 @pytest.mark.parametrize("mode", ["graph", "eager"])
-@pytest.mark.parametrize("num_steps", [0, 1, 4])
+@pytest.mark.parametrize("num_steps", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_everything_is_put_back(mode, num_steps):
     """Before the first step, between warmup and capture, and after it."""
     batches = token_batches(6)

@@ -167,6 +167,7 @@ def run_python(program: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+@pytest.mark.slow
 def test_the_interpreter_ends_quietly_with_watches_alive_and_dicts_changing() -> None:
     run_python("""
         import atexit

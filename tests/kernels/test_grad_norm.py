@@ -119,6 +119,7 @@ def test_emulated_launches_give_the_bits_of_one(offset):
     assert set(found) == {found[0]}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("emulate")
 def test_emulated_sums_of_more_pieces_than_a_block_has_threads():
     grads = [torch.full((1,), float(i)) for i in range(2500)]
