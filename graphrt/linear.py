@@ -78,7 +78,7 @@ class WeightWatch(Protocol):
         """Entered while a forward quantizes; ``is_recording`` says whether the amax is recorded."""
         ...
 
-    def note_read(self) -> None:
+    def note_read(self, quantized: QuantizedTensor) -> None:
         """A forward found what it needs."""
         ...
 
@@ -207,7 +207,7 @@ class Float8Linear(nn.Linear):
         watch, cache = self.weight_watch, self._weight_cache
         if cache is not None and cache.serves(weight, key, call.is_training):
             if watch is not None:
-                watch.note_read()
+                watch.note_read(cache.quantized)
                 if watch.is_last_use:
                     self.forget_weight()
             return cache.quantized

@@ -102,6 +102,9 @@ class ParityReport:
 def check_parity(trainer: Trainer, batches: Sequence[Any]) -> ParityReport:
     """Run ``batches`` captured and eagerly from the trainer's present state, compare, and put everything back.
 
+    Both graphs are captured for the comparison. They write gradients to the tensors that are there, where the trainer's own
+    first graph makes them in its pool; apart from that they hold what it holds.
+
     Args:
         trainer: in any mode. Its model, optimizer and quantization state are as before afterwards, its RNG too.
         batches: one batch a step, different ones, of one shape; more than ``amax_history_len`` let the history wrap.

@@ -70,6 +70,11 @@ class Gradients:
         self._closed_reason: str | None = None
 
     @property
+    def released(self) -> list[str]:
+        """The parameters whose gradient the next step makes anew."""
+        return list(self._released)
+
+    @property
     def names(self) -> list[str]:
         """The parameters that have a gradient, or had one and get it back in the next step."""
         return [*self.owned, *self._released]
@@ -113,9 +118,15 @@ class Gradients:
             self.owned.pop(name, None)
             self.sinks.release(self.named[name])
 
-    def restore(self, owned: dict[str, Tensor | None]) -> None:
-        """Own what was owned; None stands for a tensor that may have been released since, with its values in ``.grad`` again."""
-        self._released = []
+    def restore(self, owned: dict[str, Tensor | None], released: list[str]) -> None:
+        """Own what was owned; None stands for a tensor that may have been released since, with its values in ``.grad`` again.
+
+        Args:
+            released: what `released` was.
+        """
+        self._released = list(released)
+        for name in released:
+            self.sinks.release(self.named[name])
         self.owned.clear()
         for name, grad in owned.items():
             found = self.named[name].grad if grad is None else grad

@@ -47,6 +47,7 @@ class _Counts:
     num_skipped: Tensor
     should_calibrate: bool
     owned: dict[str, Tensor | None]  # gradients; None for one whose tensor the snapshot does not hold
+    released: list[str]  # those that the next step makes anew
 
 
 class Trainer:
@@ -104,6 +105,7 @@ class Trainer:
         self.steps_taken = 0
         self._is_closed = False
         self._is_forced_eager = False
+        self._num_choosing_steps = warmup_steps  # still to come, that may time GEMMs: a step waits for no clock for ever
         self._max_grad_norm: float | None = None
         self._body = self._make_body()
         self._eager = EagerRunner(self._body)
@@ -153,10 +155,10 @@ class Trainer:
 
         Libraries ask whether a capture is under way and compute something else then: all steps get the captured answer.
         On a CPU a compiled block is recorded as the operations it was compiled from, so every step runs those.
-        The first step chooses the GEMMs' algorithms for all.
+        The first steps choose the GEMMs' algorithms for all.
         """
         with ExitStack() as stack:
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and self._num_choosing_steps > 0:
                 stack.enter_context(choices.choosing())
             stack.enter_context(capture_answer(True))
             stack.enter_context(_refusing_grad_scaler())
@@ -182,6 +184,7 @@ class Trainer:
         with STEP.numbered(self.steps_taken + 1):
             result = self._step(batches.plain(batch))
         self.steps_taken += 1
+        self._num_choosing_steps = max(0, self._num_choosing_steps - 1)
         return result
 
     def _step(self, batch: Any) -> StepResult:
@@ -320,12 +323,12 @@ class Trainer:
     def save_counts(self, *, holds_grads: bool = True) -> "_Counts":
         """What a snapshot does not hold: counts, and which gradients the trainer owns."""
         owned = {name: grad if holds_grads else None for name, grad in self._body.gradients.owned.items()}
-        return _Counts(self.steps_taken, self._body.num_skipped.clone(), self._should_calibrate, owned)
+        return _Counts(self.steps_taken, self._body.num_skipped.clone(), self._should_calibrate, owned, self._body.gradients.released)
 
     def restore_counts(self, counts: "_Counts") -> None:
         """Put back what `save_counts` returned, after the snapshot taken with it."""
         self.steps_taken, self._should_calibrate = counts.steps_taken, counts.should_calibrate
-        self._body.gradients.restore(counts.owned)
+        self._body.gradients.restore(counts.owned, counts.released)
         self._body.num_skipped.copy_(counts.num_skipped)
 
     def _calibrate_once(self, microbatches: list[Any]) -> None:
@@ -454,6 +457,7 @@ class Trainer:
 
     def recapture(self) -> None:
         """Drop all graphs, and the gradients in their pool: the next steps warm up and capture again, with everything as it is then."""
+        self._num_choosing_steps = self.warmup_steps
         if self._captured is not None:
             self._captured.close()
 

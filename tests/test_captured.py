@@ -1,8 +1,10 @@
 """Captured steps equal eager ones, bit for bit: on the recorder everywhere, in a CUDA graph on a GPU."""
 
 import functools
+import gc
 import re
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -494,6 +496,39 @@ def test_recapture_and_close_free_the_gradients_that_are_in_the_pool(device: tor
         assert all(p.grad is not None for p in parameters)
     assert all(p.grad is None for p in parameters)
     assert_same_trajectory(actual, expected)
+
+
+def test_recapture_keeps_no_gradient_alive(device: torch.device) -> None:
+    with make_trainer("graph", device) as trainer:
+        run(trainer, token_batches(4))
+        seen = [weakref.ref(p.grad) for p in sunk(trainer)]
+        assert all(grad() is not None for grad in seen)
+        trainer.recapture()
+        gc.collect()
+        assert all(grad() is None for grad in seen)
+
+
+@pytest.mark.parametrize("way", ["check_capture", "failed eager step"])
+def test_released_gradients_are_remembered_by_what_puts_everything_back(device: torch.device, way: str) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Any:
+        if is_broken[0]:
+            raise ZeroDivisionError
+        return token_loss(model, batch)
+
+    is_broken = [False]
+    with make_trainer("graph", device, loss_fn=loss_fn) as trainer:
+        run(trainer, token_batches(4))
+        before = trainer.state_dict()["gradients"]
+        trainer.recapture()
+        if way == "check_capture":
+            graphrt.check_capture(trainer, token_batch(0))
+        else:
+            is_broken[0] = True
+            with trainer.eager(), pytest.raises(ZeroDivisionError):
+                trainer.step(token_batch(0))
+            is_broken[0] = False
+        assert sorted(trainer.state_dict()["gradients"]) == sorted(before)
+        run(trainer, token_batches(4))
 
 
 class SometimesModel(TokenModel):

@@ -916,6 +916,28 @@ def test_a_trainer_that_is_dropped_without_close_frees_its_model() -> None:
 # -- check_capture
 
 
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_only_the_first_steps_time_gemms(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new number of tokens later on would make a step wait for a clock each time."""
+    choosing, entered = choices.choosing, []
+
+    def watched() -> Any:
+        entered.append(True)
+        return choosing()
+
+    monkeypatch.setattr(choices, "choosing", watched)
+
+    def chooses(trainer: graphrt.Trainer, step: int) -> bool:
+        entered.clear()
+        trainer.step(token_batch(step))
+        return bool(entered)
+
+    with make_trainer(mode, calibrate=False) as trainer:
+        assert [chooses(trainer, step) for step in range(5)] == [True, True, False, False, False]
+        trainer.recapture()
+        assert [chooses(trainer, step) for step in range(3)] == [True, True, False]
+
+
 def test_check_capture_says_that_a_step_can_be_captured_and_puts_everything_back(device: torch.device) -> None:
     for num_steps in (0, 4):
         with make_trainer("graph", device, model={"dropout": 0.2}) as trainer:

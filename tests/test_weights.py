@@ -136,8 +136,8 @@ def test_a_forward_waits_once_for_each_launch_and_the_scale_update_for_all(monke
             issue("make " + " ".join(names[entry.to.slot] for entry in table.entries))
             quantize_many(table)
 
-        def logged_read(uses: Any) -> None:
-            note_read(uses)
+        def logged_read(uses: Any, quantized: kernels.QuantizedTensor) -> None:
+            note_read(uses, quantized)
             issue("use " + next(name for name, m in trainer.model.named_modules() if getattr(m, "weight_watch", None) is uses))
 
         def logged_update(*args: Any, **options: Any) -> None:
@@ -443,6 +443,22 @@ def test_a_weight_used_once_more_than_in_the_step_before_is_quantized_again(devi
 
     num_passes = [1]
     assert_same_trajectory(trajectory("graph"), trajectory("eager"))
+
+
+def test_a_weight_that_another_stream_reads_is_kept_to_the_end_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freed at its last use, its memory would go to what the capture stream gets next, with nothing to wait for the other."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    quantized = kernels.allocate(torch.zeros(16, 16), torch.float8_e4m3fn, True)
+    stream = "capture"
+    uses = capture_weights._WeightUses(None, 3, [], is_on_gpu=True)
+    with uses.writing(capture_weights.WeightKey(0, 0, 0, True), is_recording=True):
+        pass
+    uses.note_read(quantized)
+    assert uses.kept is None
+    stream = "the user's"
+    uses.note_read(quantized)
+    assert uses.is_last_use
+    assert uses.kept is quantized
 
 
 @pytest.mark.gpu

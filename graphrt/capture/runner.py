@@ -74,6 +74,7 @@ class StepGraph:
         self.weights = StepWeights(runner.body.model, runner.branch)
         self.num_warmups = 0
         self.made_gradients = False  # in the last warmup step
+        self.peak_bytes = 0  # beyond what was allocated before it, of the last warmup step in which no GEMM was timed
         self.results: StaticResults | None = None
         self.observation: Recording | None = None
         self.rng_trace = RngTrace()
@@ -109,7 +110,7 @@ class StepGraph:
         num_gradients = len(gradients.names)
         self.made_gradients = self.runner.makes_gradients
         self.runner.release_gradients()
-        with WARMUP, self.runner.refusing_new_gradients(), self.runner.on_capture_stream(), self.runner.measuring_peak():
+        with WARMUP, self.runner.refusing_new_gradients(), self.runner.on_capture_stream(), self.measuring_peak():
             result = self._observe() if self.is_last_warmup and self.runner.can_observe else self.run_captured()
         self.weights.learn()
         if self.is_last_warmup:
@@ -119,6 +120,19 @@ class StepGraph:
             self.settings = Settings(self.runner.body)
         self.num_warmups += 1
         return result
+
+    @contextmanager
+    def measuring_peak(self) -> Iterator[None]:
+        """Take the memory that the step needs beyond what is allocated, for the estimate before the capture."""
+        if not self.runner.is_cuda:
+            yield
+            return
+        device = self.runner.device
+        torch.cuda.reset_peak_memory_stats(device)
+        before, num_timed = torch.cuda.memory_allocated(device), choices.num_timed
+        yield
+        if choices.num_timed == num_timed:  # else the peak may be a timing's
+            self.peak_bytes = torch.cuda.max_memory_allocated(device) - before
 
     def _observe(self) -> StepResult:
         with self.runner.observed_rng() as self.rng_trace:
@@ -249,7 +263,6 @@ class CapturedRunner:
         self._graphs: dict[Any, StepGraph] = {}
         self.latest: StepGraph | None = None  # of the last batch that a step was taken with
         self._fingerprint: Fingerprint | None = None
-        self._peak_bytes = 0
 
     def _make_branch(self) -> Branch:
         if self._stream is None:
@@ -369,7 +382,7 @@ class CapturedRunner:
     def _capture_cuda(self, graph: StepGraph) -> tuple[_Replayable, Recording | None]:
         assert self._stream is not None
         kernels.preload(self.device)
-        self._refuse_what_cannot_fit()
+        self._refuse_what_cannot_fit(graph)
         self.stats.pool_bytes_before = torch.cuda.memory_reserved(self.device)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         if self._pool is None:
@@ -478,26 +491,13 @@ class CapturedRunner:
         """Record what the step does with the device's generator."""
         return observed_rng(self.device) if self.is_cuda else nullcontext(RngTrace())
 
-    @contextmanager
-    def measuring_peak(self) -> Iterator[None]:
-        """Take the memory that the step needs beyond what is allocated, for the estimate before a capture."""
-        if not self.is_cuda:
-            yield
-            return
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before, num_timed = torch.cuda.memory_allocated(self.device), choices.num_timed
-        yield
-        if choices.num_timed != num_timed:
-            return  # the peak may be a timing's; a later warmup step has none
-        self._peak_bytes = max(self._peak_bytes, torch.cuda.max_memory_allocated(self.device) - before)
-
-    def _refuse_what_cannot_fit(self) -> None:
-        self.stats.estimated_pool_bytes = self._peak_bytes
+    def _refuse_what_cannot_fit(self, graph: StepGraph) -> None:
+        self.stats.estimated_pool_bytes = graph.peak_bytes
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self.device)
-        if self._peak_bytes > free:
+        if graph.peak_bytes > free:
             raise CaptureError(
-                f"Capturing needs about {self._peak_bytes / 2**30:.1f} GiB, the peak of a warmup step, "
+                f"Capturing needs about {graph.peak_bytes / 2**30:.1f} GiB, the peak of a warmup step, "
                 f"and {free / 2**30:.1f} GiB are free. "
                 "Use a smaller microbatch (grad_accum_steps), activation checkpointing, or mode='eager'."
             )
@@ -506,6 +506,7 @@ class CapturedRunner:
         """Free all graphs, static inputs, and gradients in the graphs' pool; a second call does nothing."""
         if self._has_own_gradients and self.is_captured:
             self.body.gradients.release()
+            self.body.optimizer.tables.release()
         for graph in self._graphs.values():
             graph.close()
         self._graphs.clear()

@@ -43,7 +43,7 @@ _FIRST_ELEMENTS = 1 << 20
 class _WeightUses:
     """What the step under way does with one linear's FP8 weight."""
 
-    def __init__(self, key: WeightKey | None, num_expected: int, written: "list[_WeightUses]") -> None:
+    def __init__(self, key: WeightKey | None, num_expected: int, written: "list[_WeightUses]", is_on_gpu: bool) -> None:
         """The step's region opens.
 
         Args:
@@ -51,9 +51,11 @@ class _WeightUses:
             num_expected: uses in the last warmup step; 0 if there was none.
             written: gets every weight of the step when a forward first quantizes it.
         """
-        self.key, self.num_expected, self.written = key, num_expected, written
+        self.key, self.num_expected, self.written, self.is_on_gpu = key, num_expected, written, is_on_gpu
         self.num_writes, self.num_reads, self.is_predictable = 0, 0, False
         self.mark: Mark | None = None  # where the branch has made it
+        self.stream: torch.cuda.Stream | None = None  # that its memory belongs to
+        self.kept: QuantizedTensor | None = None  # to the end of the step
 
     @property
     def num_uses(self) -> int:
@@ -65,19 +67,28 @@ class _WeightUses:
         """Whether the forward under way is the last that the warmup step before had."""
         return self.num_uses == self.num_expected
 
+    @property
+    def is_on_its_stream(self) -> bool:
+        """Whether what the current stream gets is ordered with what else its memory will be used for."""
+        return self.stream is None or torch.cuda.current_stream() == self.stream
+
     def writing(self, key: WeightKey, is_recording: bool) -> AbstractContextManager[None]:
         """A forward quantizes; a captured step may do this elsewhere, so the comparison of steps leaves it out."""
         self.is_predictable = self.num_writes == 0 and is_recording and key == self.key
         if self.num_writes == 0:
             self.written.append(self)
         self.num_writes += 1
+        self.stream = torch.cuda.current_stream() if self.is_on_gpu else None
         return uncompared()
 
-    def note_read(self) -> None:
+    def note_read(self, quantized: QuantizedTensor) -> None:
         """A forward uses what is there, from here on."""
         if self.mark is not None:
             self.mark.join()
         self.num_reads += 1
+        if not self.is_on_its_stream:
+            # A stream of the user's: freed when the host is done with it, the memory would go to others before the device is.
+            self.kept = quantized
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,12 +128,15 @@ class StepWeights:
             for linear in linears:
                 linear.weight_watch = None
                 linear.forget_weight()
+            for uses in self._uses.values():
+                uses.kept = None
 
     def open_record(self, record: RegionRecord) -> None:
         """The step's region opens: note what the weights are now, and make those that `batched` says."""
         self._written = []
         for linear in (module for module in self._model.modules() if isinstance(module, Float8Linear)):
-            uses = _WeightUses(_training_key(linear, record), self._num_uses.get(linear, 0), self._written)
+            is_on_gpu = linear.weight.is_cuda
+            uses = _WeightUses(_training_key(linear, record), self._num_uses.get(linear, 0), self._written, is_on_gpu)
             self._uses[linear] = linear.weight_watch = uses
         if not (self._is_batching and self._chunks and record.has_gradients):
             return
@@ -131,14 +145,15 @@ class StepWeights:
 
     def _make_all(self, chunks: list[_Chunk]) -> None:
         # All before the fork: nothing is allocated beside.
+        stream = torch.cuda.current_stream() if chunks[0].table.device.type == "cuda" else None
         first, *others = [(chunk, [_allocate(linear) for linear in chunk.linears]) for chunk in chunks]
-        self._make(*first)
+        self._make(*first, stream)
         if others:
             with self._branch.beside():
                 for chunk, outs in others:
-                    self._make(chunk, outs)
+                    self._make(chunk, outs, stream)
 
-    def _make(self, chunk: _Chunk, outs: list[QuantizedTensor]) -> None:
+    def _make(self, chunk: _Chunk, outs: list[QuantizedTensor], stream: torch.cuda.Stream | None) -> None:
         """Issue one launch, and let the forwards find what it makes."""
         chunk.table.hold(outs)
         kernels.quantize_many(chunk.table)
@@ -148,7 +163,7 @@ class StepWeights:
             uses, weight = self._uses[linear], _parameter(linear)
             assert uses.key is not None
             assert weight is not None
-            uses.mark = mark
+            uses.mark, uses.stream = mark, stream
             linear.take_weight(weight, uses.key, out, is_recorded=True)
 
     def close_record(self) -> None:

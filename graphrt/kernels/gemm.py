@@ -120,6 +120,9 @@ def _multiply_by_choice(chosen: ChosenGemm, operands: Operands, out_dtype: torch
     def run() -> Tensor:
         product = torch.empty((a.shape[0], b_t.shape[0]), dtype=out_dtype, device=a.device) if out is None else out
         chosen.multiply(operands, product)
+        if out is not None:
+            # As torch's call does: autograd sees by it that a gradient it saved has changed.
+            torch.autograd.graph.increment_version(out)
         return product
 
     if not _num_dispatch_modes():

@@ -5,7 +5,7 @@ are timed, once for each shape, and another one is kept where it is clearly fast
 products, in another order: results differ as those of two versions of cuBLASLt do.
 
 *When.* Timing waits for the device, so it happens only inside `choosing`, which a Trainer opens around the forward and the
-backward of its steps, and never under a capture. What was chosen then serves the whole process: steps that are captured,
+backward of its first steps, and never under a capture. What was chosen then serves the whole process: steps that are captured,
 replayed or eager run one program. Outside of it, a product that nobody has chosen for is torch's.
 
 *Reproducible.* A choice is kept on disk for the GPU and the version of cuBLASLt (`graphrt.kernels.gemm_cache`), and what
@@ -22,9 +22,9 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -123,6 +123,11 @@ def _open_gemm(key: GemmKey) -> TimedGemm:
     return Gemm(cublaslt.load(), key)
 
 
+def _on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Streams and events are those of the current device, which need not be the operands'."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def _name_machine(index: int) -> str:
     gpu = torch.cuda.get_device_properties(index)
     return f"{gpu.name}, {gpu.multi_processor_count} SMs, cuBLASLt {cublaslt.load().version}"
@@ -207,8 +212,9 @@ class GemmChoices:
         if path is None:
             return None
         try:
-            gemm = self._open_gemm(key)
-            choice = self._choice(gemm, key, operands, path)
+            with _on_device(operands.a.device):
+                gemm = self._open_gemm(key)
+                choice = self._choice(gemm, key, operands, path)
         except (CublasLtError, torch.OutOfMemoryError) as error:
             self._warn(str(error).partition("\n")[0])
             return None

@@ -166,7 +166,8 @@ class TableCache:
         is_current = table is not None and table.holds(*columns)
         if _is_under_capture(columns):
             return self._get_for_capture(slot, table, is_current, columns)
-        if table is None or not is_current:
+        # One that is written at the end of the capture says nothing yet to a kernel that runs before, in a diagnosis of it.
+        if table is None or not is_current or any(table is unwritten for unwritten in self._unwritten):
             table = self._tables[slot] = make(*columns)
         return table
 

@@ -289,6 +289,24 @@ def test_a_table_that_was_released_holds_nothing_and_is_made_anew_by_an_eager_st
     assert seen() is None
 
 
+def test_an_unwritten_table_serves_no_step_outside_of_the_capture(monkeypatch):
+    """A capture that failed late is diagnosed by the same step, run before anything is written."""
+    cache = TableCache()
+    table, new = cache.get(0, [torch.zeros(3)]), torch.ones(3)
+
+    def fail_and_diagnose() -> None:
+        with cache.capturing():
+            with monkeypatch.context() as patch:
+                patch.setattr(tensor_table, "_is_under_capture", lambda columns: True)
+                assert cache.get(0, [new]) is table
+            assert cache.get(0, [new]) is not table
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_and_diagnose()
+    assert cache.get(0, [new]).columns == ((new,),)
+
+
 def test_a_failed_capture_leaves_no_table_that_was_not_written(monkeypatch):
     cache = TableCache()
     first, x = cache.get(0, [torch.zeros(3)]), torch.zeros(5)
