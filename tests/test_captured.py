@@ -120,6 +120,7 @@ def test_captured_checkpointing_with_dropout_has_the_gradients_of_a_plain_captur
     assert_same_trajectory(checkpointed, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [KINDS["graphrt"], KINDS["torch-reentrant"]], ids=["graphrt", "torch-reentrant"])
 def test_captured_nested_checkpoints_equal_eager_ones(device: torch.device, kind: Any) -> None:
     def nested(fn: Any, x: Tensor) -> Tensor:
@@ -132,6 +133,7 @@ def test_captured_tied_weights_equal_eager_ones(device: torch.device) -> None:
     assert_captured_equals_eager(device, model={"is_tied": True})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("num", [1, 2])
 def test_captured_fused_embeddings_equal_eager_ones(device: torch.device, num: int, is_tied: bool) -> None:
@@ -227,6 +229,7 @@ def test_eager_and_captured_steps_mix_in_any_order(device: torch.device, is_eage
     assert_same_trajectory(actual, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 3, 5])
 @pytest.mark.parametrize("modes", ["gg", "ge", "eg"])
 def test_a_run_saved_and_resumed_in_any_mode_equals_the_unbroken_run(device: torch.device, modes: str, at: int, tmp_path: Any) -> None:
@@ -1110,6 +1113,7 @@ def test_an_optimizer_off_the_list_runs_after_the_replay_and_equals_eager(device
     assert torch.equal(eager[3]["head.weight"], eager[4]["head.weight"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OUTSIDE.values(), ids=OUTSIDE.keys())
 @pytest.mark.parametrize("modes", ["ge", "eg"])
 def test_an_optimizer_off_the_list_resumes_bitwise(device: torch.device, optimizer: Any, modes: str) -> None:

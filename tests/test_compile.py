@@ -71,6 +71,7 @@ def run(step: Callable[[Any, Tensor], Tensor], wrap: Callable[[Any], Any]) -> li
     return trajectory
 
 
+@pytest.mark.slow
 @BACKENDS
 @pytest.mark.parametrize("step", [region_inside, regions_per_layer_inside, checkpoint_inside, backward_inside, flush_inside])
 def test_a_region_inside_a_compiled_function_gives_the_scales_of_the_uncompiled_one(step, backend):

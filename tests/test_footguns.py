@@ -645,6 +645,7 @@ def _inside_region(model: nn.Module, batch: Any, fail: Callable[[Tensor], Tensor
         return fail(model(batch["tokens"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("at", [2, 3, 4], ids=["warmup", "observed warmup", "capture"])
 def test_an_exception_of_the_users_leaves_the_next_step_right(device: torch.device, place: str, at: int) -> None:

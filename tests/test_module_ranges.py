@@ -80,6 +80,7 @@ def test_after_the_block_no_hook_of_modules_is_left_and_those_of_nodes_do_nothin
     assert model.linear.weight.grad is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 @pytest.mark.parametrize("checkpointing", [None, False, True], ids=["plain", "non-reentrant", "reentrant"])
 def test_steps_compute_the_same_bit_for_bit(mode, checkpointing):

@@ -114,6 +114,7 @@ class TestShown:
         assert "--slot '*' shows them here" in out
         assert "more in" not in report("--slot", "*")
 
+    @pytest.mark.slow
     @pytest.mark.draws
     @pytest.mark.parametrize(("name", "start"), [("a.pdf", b"%PDF"), ("a.PNG", PNG)])
     def test_the_picture_goes_where_it_is_asked(self, report, run, tmp_path, name, start):
