@@ -47,8 +47,7 @@ class DelayedScaling:
             keep the same scales.
         backward_fast_accum: let the GEMMs of both gradients accumulate in the tensor cores' reduced precision, as those of
             the forward always do. Faster; what it adds in error is some 25 dB below what quantizing the operands does
-            (``profiles/gemm.py``). Off, as in other libraries, until longer runs have shown that losses do not mind. Scales do
-            not depend on it.
+            (``profiles/gemm.py``). Off until longer runs have shown that losses do not mind. Scales do not depend on it.
 
     Raises:
         RecipeError: a field is out of range.

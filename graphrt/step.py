@@ -198,10 +198,12 @@ class StepBody:
         """
         with ZERO_GRAD:
             self.gradients.zero()
-        with self.gradients.sinks.active(), self.surroundings(), region:
-            loss, metrics = self._accumulate(microbatches)
-            join_asides()  # before the scale updates are aside: the norm needs gradients, and does not wait for those
-        forget_weights(self.model)
+        try:
+            with self.gradients.sinks.active(), self.surroundings(), region:
+                loss, metrics = self._accumulate(microbatches)
+                join_asides()  # before the scale updates are aside: the norm needs gradients, and does not wait for those
+        finally:
+            forget_weights(self.model)
         self.adopt_states(region)
         self.update_backward()
         return self._update(loss, metrics, publish)

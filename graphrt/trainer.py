@@ -105,7 +105,7 @@ class Trainer:
         self.steps_taken = 0
         self._is_closed = False
         self._is_forced_eager = False
-        self._num_choosing_steps = warmup_steps  # still to come, that may time GEMMs: a step waits for no clock for ever
+        self._num_choosing_steps = warmup_steps  # that may time GEMMs, from here on
         self._max_grad_norm: float | None = None
         self._body = self._make_body()
         self._eager = EagerRunner(self._body)

@@ -19,6 +19,7 @@ from stepping import (
     run,
     token_batch,
     token_batches,
+    token_loss,
 )
 from torch import Tensor, nn
 
@@ -379,6 +380,39 @@ def test_the_comparison_of_steps_leaves_out_what_is_issued_elsewhere() -> None:
     x.fill_(1)
     second.replay()
     assert x.tolist() == [4.0] * 4
+
+
+def test_a_parametrized_weight_is_not_computed_for_the_watch(device: torch.device) -> None:
+    """Once a forward, as in a model that nobody watches."""
+
+    class Doubled(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            num_computed[0] += 1
+            return 2 * weight
+
+    def prepare(model: nn.Module) -> None:
+        nn.utils.parametrize.register_parametrization(model.get_submodule("head"), "weight", Doubled())
+
+    num_computed = [0]
+    counts = {}
+    for mode in ("eager", "graph"):
+        with make_trainer(mode, device, prepare=prepare, calibrate=False) as trainer:
+            num_computed[0] = 0
+            trainer.step(token_batch(0))
+            counts[mode] = num_computed[0]
+    assert counts["graph"] == counts["eager"] > 0
+
+
+def test_a_failed_step_leaves_no_quantized_weight_behind(device: torch.device) -> None:
+    def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Any:
+        token_loss(model, batch)
+        raise ZeroDivisionError
+
+    for mode in ("eager", "graph"):
+        with make_trainer(mode, device, loss_fn=loss_fn, calibrate=False) as trainer:
+            with pytest.raises(ZeroDivisionError):
+                trainer.step(token_batch(0))
+            assert all(module._weight_cache is None for module in trainer.model.modules() if isinstance(module, Float8Linear))
 
 
 def test_no_step_leaves_a_quantized_weight_behind(device: torch.device) -> None:

@@ -220,12 +220,11 @@ class StepGraph:
 
     def close(self) -> None:
         """Free the graph and everything it wrote to."""
-        if self.graph is not None:
-            self.graph.close()
+        self.drop_graph()
         if self.observation is not None:
             self.observation.close()
         self.weights.close()
-        self.graph = self.observation = self.results = self.node_map = None
+        self.observation = self.results = self.node_map = None
 
 
 class CapturedRunner:
@@ -238,7 +237,7 @@ class CapturedRunner:
         max_graphs: batch shapes that get a graph.
         has_own_gradients: the first graph makes the ``.grad`` tensors that the step overwrites, in the pool, from memory
             that activations have left; they stay for later graphs. Else it writes to those that are there.
-        has_branch: whether memory-bound work runs beside the rest ([Note: branch]); without, a graph is one chain.
+        has_branch: whether weights and small work run beside the rest ([Note: branch]); without, a graph is one chain.
     """
 
     def __init__(

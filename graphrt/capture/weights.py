@@ -36,7 +36,7 @@ from graphrt.region import RegionRecord
 __all__ = ["StepWeights"]
 
 #: Elements that are made before the forward. So many keep the memory of a large GPU busy for about two microseconds; a model
-#: with fewer has one launch and no branch.
+#: with fewer has one launch, and none beside the forward.
 _FIRST_ELEMENTS = 1 << 20
 
 
@@ -127,7 +127,6 @@ class StepWeights:
         finally:
             for linear in linears:
                 linear.weight_watch = None
-                linear.forget_weight()
             for uses in self._uses.values():
                 uses.kept = None
 
@@ -135,7 +134,7 @@ class StepWeights:
         """The step's region opens: note what the weights are now, and make those that `batched` says."""
         self._written = []
         for linear in (module for module in self._model.modules() if isinstance(module, Float8Linear)):
-            is_on_gpu = linear.weight.is_cuda
+            is_on_gpu = linear.quantization_state.device.type == "cuda"  # a parametrized weight is computed at each access
             uses = _WeightUses(_training_key(linear, record), self._num_uses.get(linear, 0), self._written, is_on_gpu)
             self._uses[linear] = linear.weight_watch = uses
         if not (self._is_batching and self._chunks and record.has_gradients):
