@@ -155,9 +155,9 @@ def _one_line(message: str, command: str) -> str:
 
 def _show_version(is_wanted: bool) -> None:
     if is_wanted:
-        from importlib.metadata import version
+        from graphrt import __version__
 
-        print(f"graphrt {version('graphrt')}")
+        print(f"graphrt {__version__}")
         raise typer.Exit
 
 

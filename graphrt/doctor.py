@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from graphrt import __version__
 from graphrt.probes import ABSENT, BROKEN, PROBES, WORKS
 
 __all__ = ["Finding", "Findings", "examine", "find_all"]
@@ -26,7 +27,7 @@ __all__ = ["Finding", "Findings", "examine", "find_all"]
 _PROBE_TIMEOUT_S = 120.0  # a cold import of torch and a dozen compilations, on a slow machine
 _EXIT_TIMEOUT_S = 5.0
 _PACKAGES = (
-    "graphrt", "torch", "cuda-core", "cuda-bindings", "cuda-pathfinder", "nvidia-cuda-nvrtc", "nvtx", "numpy", "triton", "typer", "rich",
+    "torch", "cuda-core", "cuda-bindings", "cuda-pathfinder", "nvidia-cuda-nvrtc", "nvtx", "numpy", "triton", "typer", "rich",
     "matplotlib", "tensorboard", "transformers",
 )  # fmt: skip
 _PROGRAM = str(Path(__file__).with_name("probes.py"))
@@ -92,7 +93,7 @@ def find_all(names: Sequence[str] = tuple(PROBES), timeout_s: float = _PROBE_TIM
 
 
 def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    versions = {"python": platform.python_version(), "platform": platform.platform(), "graphrt": __version__}
     for package in _PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 from torch import Tensor
 
+from graphrt import __version__
 from graphrt.bigram import bigram_loss
 from graphrt.convert import quantization_state
 from graphrt.data import Corpus, Split, Windows, load_default_text, load_text, load_tokens, sample_windows, split_corpus, validation_windows
@@ -312,7 +312,7 @@ def _describe(run: Run) -> dict[str, Any]:
         "mode": run.trainer.mode,
         "num_skipped_steps": run.trainer.num_skipped_steps,
         "peak_memory_bytes": torch.cuda.max_memory_reserved(run.device) if is_cuda else _peak_resident_bytes(),
-        "graphrt": version("graphrt"),
+        "graphrt": __version__,
         "torch": torch.__version__,
     }
 

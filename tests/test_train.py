@@ -1,6 +1,7 @@
 """The run: what it writes, how it stops and goes on, what it refuses, and how good the model gets."""
 
 import builtins
+import importlib.metadata
 import io
 import json
 import math
@@ -15,6 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
+import graphrt
 from graphrt import train as train_module
 from graphrt.cli import main
 from graphrt.data import load_default_text
@@ -221,6 +223,14 @@ class TestStopAndResume:
         second = json.loads((folder / "summary.json").read_text())
         assert second["wall_s"] > first["wall_s"] > 0
         assert (first["step"], second["step"]) == (6, 7)
+
+    def test_a_run_from_sources_that_are_not_installed(self, run, monkeypatch):
+        def refuse(name):
+            raise importlib.metadata.PackageNotFoundError(name)
+
+        monkeypatch.setattr(importlib.metadata.Distribution, "from_name", refuse)
+        summary = json.loads((run("r") / "summary.json").read_text())
+        assert summary["graphrt"] == graphrt.__version__
 
     def test_a_run_of_before_slots_were_recorded_goes_on(self, run):
         folder = run("r")
