@@ -22,6 +22,7 @@ enum Column { kParam, kGrad, kMean, kSquare, kMaxSquare };  // kMaxSquare with a
 extern "C" __global__ void __launch_bounds__(kThreads) graphrt_adamw_prepare(
     float* const* steps, i64 num_rows, const float* lr, const float* weight_decay, const float* grad_norm,
     const float* max_grad_norm, double beta1, double beta2, float* scalars) {
+    begin_kernel();
     const i64 row = (i64)blockIdx.x * kThreads + threadIdx.x;
     const float norm = *grad_norm;
     const bool is_finite = (__float_as_uint(norm) & kAbsMask) < kInfBits;
@@ -239,6 +240,7 @@ __device__ __forceinline__ void adamw(const i64* pointers, const i64* sizes, con
     extern "C" __global__ void __launch_bounds__(kThreads, 4) graphrt_adamw_##name(                                  \
         const i64* pointers, const i64* sizes, const i64* chunks, i64 num_rows, const float* scalars,                \
         double weight1, double weight2, double eps, i64 is_maximize, i64 writes_grads) {                             \
+        begin_kernel();                                                                                              \
         adamw<In, kColumns>(pointers, sizes, chunks, num_rows, scalars, weight1, weight2, eps, is_maximize,          \
                             writes_grads);                                                                           \
     }

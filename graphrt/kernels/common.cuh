@@ -12,6 +12,18 @@ struct Bytes16 {
     u32 word[4];
 };
 
+// ---- the begin of a kernel -----------------------------------------------------------------------------------------
+
+// First in every entry point. Kernels are launched so that one may begin while the kernel before it on the stream still
+// runs (programmatic dependent launch): it waits here until everything before it is finished and can be seen, and lets
+// the next one begin likewise once all of its own blocks have. Memory that another kernel writes or reads must not be
+// touched before, nor through the non-coherent path (ld.global.nc): that assumes that nobody writes while the grid runs.
+__device__ __forceinline__ void begin_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // ---- element types -------------------------------------------------------------------------------------------------
 
 struct Bf16 {

@@ -245,11 +245,13 @@ __device__ __forceinline__ void cross_entropy_backward(typename In::Bits* logits
     extern "C" __global__ void __launch_bounds__(kLossThreads, 5) graphrt_cross_entropy_##name(                      \
         const In::Bits* logits, const i64* labels, float* losses, float* lse, i64 num_classes, i64 ignore_index,     \
         i64 is_aligned) {                                                                                            \
+        begin_kernel();                                                                                              \
         cross_entropy<In>(logits, labels, losses, lse, num_classes, ignore_index, is_aligned);                       \
     }                                                                                                                \
     extern "C" __global__ void __launch_bounds__(kLossThreads) graphrt_cross_entropy_backward_##name(                \
         In::Bits* logits, const i64* labels, const float* lse, const float* scale, i64 num_classes,                  \
         i64 ignore_index, i64 blocks_per_row, i64 is_aligned) {                                                      \
+        begin_kernel();                                                                                              \
         cross_entropy_backward<In>(logits, labels, lse, scale, num_classes, ignore_index, blocks_per_row,            \
                                    is_aligned);                                                                      \
     }

@@ -153,7 +153,8 @@ def _load(index: int) -> _LoadedKernels:
 
     @functools.lru_cache(maxsize=4096)
     def configure(num_blocks: int, num_threads: int, shared_bytes: int) -> LaunchConfig:
-        return LaunchConfig(grid=num_blocks, block=num_threads, shmem_size=shared_bytes)
+        # Each kernel waits for the ones before it by itself: begin_kernel in common.cuh.
+        return LaunchConfig(grid=num_blocks, block=num_threads, shmem_size=shared_bytes, programmatic_stream_serialization=True)
 
     @functools.lru_cache(maxsize=64)
     def wrap_stream(handle: int) -> Stream:

@@ -51,7 +51,7 @@ __device__ __forceinline__ int count_before(const int* keys, int begin, int end,
     return count;
 }
 
-__device__ __forceinline__ void sort_positions(const i64* __restrict__ tokens, int* __restrict__ sorted_keys,
+__device__ __forceinline__ void sort_positions(const i64* tokens, int* __restrict__ sorted_keys,
                                                int* __restrict__ positions, int num, i64 vocab, i64 padding) {
     __shared__ uint4 tile[kTile / 4];
     __shared__ int counts[kSortWarps][32];
@@ -143,8 +143,8 @@ __device__ __forceinline__ void store_sums(float* x, i64 index, const float* sum
 }
 
 template <typename In>
-__device__ __forceinline__ void sum_segment(const typename In::Bits* __restrict__ grad, const int* __restrict__ keys,
-                                            const int* __restrict__ positions, float* __restrict__ out,
+__device__ __forceinline__ void sum_segment(const typename In::Bits* grad, const int* keys,
+                                            const int* positions, float* __restrict__ out,
                                             float* __restrict__ partials, int num, int vocab, int cols, u32 col_blocks,
                                             bool adds, bool is_aligned) {
     const int place = (int)(blockIdx.x / col_blocks), share = (int)(blockIdx.x % col_blocks);
@@ -177,7 +177,7 @@ __device__ __forceinline__ void sum_segment(const typename In::Bits* __restrict_
 }
 
 // A block has 64 places and a share of the columns: it looks for the one long run that may begin there.
-__device__ __forceinline__ void sum_long_run(const int* __restrict__ keys, const float* __restrict__ partials,
+__device__ __forceinline__ void sum_long_run(const int* keys, const float* partials,
                                              float* __restrict__ out, int num, int vocab, int cols, u32 col_blocks,
                                              bool adds, bool is_aligned) {
     __shared__ int found;
@@ -216,6 +216,7 @@ __device__ __forceinline__ void sum_long_run(const int* __restrict__ keys, const
 
 extern "C" __global__ void __launch_bounds__(kSortThreads) graphrt_embedding_sort(
     const i64* tokens, int* keys, int* positions, i64 num, i64 vocab, i64 padding) {
+    begin_kernel();
     sort_positions(tokens, keys, positions, (int)num, vocab, padding);
 }
 
@@ -223,6 +224,7 @@ extern "C" __global__ void __launch_bounds__(kSortThreads) graphrt_embedding_sor
     extern "C" __global__ void __launch_bounds__(kThreads) graphrt_embedding_sum_##name(                             \
         const In::Bits* grad, const int* keys, const int* positions, float* out, float* partials, i64 num,           \
         i64 vocab, i64 cols, i64 col_blocks, i64 adds, i64 is_aligned) {                                             \
+        begin_kernel();                                                                                              \
         sum_segment<In>(grad, keys, positions, out, partials, (int)num, (int)vocab, (int)cols, (u32)col_blocks,      \
                         adds != 0, is_aligned != 0);                                                                 \
     }
@@ -234,5 +236,6 @@ GRAPHRT_EMBEDDING_SUM(fp32, Fp32)
 extern "C" __global__ void __launch_bounds__(kThreads) graphrt_embedding_sum_long_runs(
     const int* keys, const float* partials, float* out, i64 num, i64 vocab, i64 cols, i64 col_blocks, i64 adds,
     i64 is_aligned) {
+    begin_kernel();
     sum_long_run(keys, partials, out, (int)num, (int)vocab, (int)cols, (u32)col_blocks, adds != 0, is_aligned != 0);
 }

@@ -6,6 +6,7 @@ constexpr int kThreads = 256;
 constexpr int kBytes = 16;
 
 extern "C" __global__ void __launch_bounds__(kThreads) graphrt_fill(u8* data, i64 num_bytes, i64 pattern, i64 is_aligned) {
+    begin_kernel();
     const i64 begin = ((i64)blockIdx.x * kThreads + threadIdx.x) * kBytes;
     const u32 word = (u32)pattern;
     if (is_aligned && begin + kBytes <= num_bytes) {

@@ -16,15 +16,14 @@ constexpr int kAhead = 8;  // sums that a thread of the last block has under way
 
 enum DtypeCode { kFp32, kBf16, kFp16 };  // mirrors tensor_table.py
 
-// Written out because the compiler cannot know that the table's addresses are of global memory. Nothing writes the
-// gradients meanwhile, so the read-only path serves.
+// Written out because the compiler cannot know that the table's addresses are of global memory.
 template <typename In>
 __device__ __forceinline__ Bytes16 load_global(const typename In::Bits* x, int index) {
 #ifdef GRAPHRT_EMULATION
     return load_vector<In>(x, index);
 #else
     Bytes16 v;
-    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
                  : "l"(__cvta_generic_to_global(x + index)));
     return v;
@@ -99,6 +98,7 @@ __device__ __forceinline__ bool leave_sum(double sum, double* place, u32* num_fi
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerSm) graphrt_grad_norm(
     const i64* pointers, const i64* sizes, const i64* dtypes, const i64* places, const i64* pieces, i64 num_pieces,
     double* sums, u32* num_finished, float* norm) {
+    begin_kernel();
     const i64 row = pieces[blockIdx.x] >> 32, piece = pieces[blockIdx.x] & 0xffffffff;
     const i64 dtype = dtypes[row], address = pointers[row], size = sizes[row];
     const i64 end = size - piece * kPiece < kPiece ? size : (piece + 1) * kPiece;

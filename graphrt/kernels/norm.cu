@@ -175,10 +175,10 @@ __device__ __forceinline__ float rstd_from(float sum, float inv_cols, float eps)
 }
 
 template <typename Out, int kVectors>
-__device__ __forceinline__ void rms_norm(const u16* __restrict__ x, const u16* __restrict__ residual,
-                                         const float* __restrict__ weight, u16* __restrict__ residual_out,
+__device__ __forceinline__ void rms_norm(const u16* x, const u16* residual,
+                                         const float* weight, u16* __restrict__ residual_out,
                                          float* __restrict__ rstd_out, void* __restrict__ data,
-                                         const float* __restrict__ scale_in, const float* __restrict__ scale_inv,
+                                         const float* scale_in, const float* scale_inv,
                                          float* __restrict__ scale_inv_out, int* amax_out, int rows, int cols,
                                          int block_rows, float inv_cols, float eps) {
     __shared__ float sums_buffer[2][4 * kSumsPitch];
@@ -237,7 +237,7 @@ constexpr int kTileUnits = kTileRows / 16;  // units of a column
 static_assert(kTileThreads == kTileLanes * kTileRows / 4, "a thread takes four rows of the tile");
 static_assert(kTileUnits == kTileLanes, "the XOR placement pairs lanes with units");
 
-__device__ __forceinline__ void transpose(const u8* __restrict__ data, u8* __restrict__ transposed, i64 rows,
+__device__ __forceinline__ void transpose(const u8* data, u8* __restrict__ transposed, i64 rows,
                                           i64 cols) {
     __shared__ uint4 units[kTileCols * kTileUnits];  // [column][unit], placed by XOR
     const u32 tiles_across = (u32)((cols + kTileCols - 1) / kTileCols);
@@ -278,9 +278,9 @@ __device__ __forceinline__ void transpose(const u8* __restrict__ data, u8* __res
 
 // The same copy from what the backward has, the stream and each row's rstd: for a forward that leaves it out, so that it
 // need not be kept in between. One byte an element more is read.
-__device__ __forceinline__ void normalize_transposed(const u16* __restrict__ x, const float* __restrict__ rstd,
-                                                     const float* __restrict__ weight, u8* __restrict__ transposed,
-                                                     const float* __restrict__ scale_in, i64 rows, i64 cols) {
+__device__ __forceinline__ void normalize_transposed(const u16* x, const float* rstd,
+                                                     const float* weight, u8* __restrict__ transposed,
+                                                     const float* scale_in, i64 rows, i64 cols) {
     __shared__ uint4 units[fp8_tile::kUnits];
     const fp8_tile::Place place = fp8_tile::locate(cols);
     const bool is_in_cols = place.col() < cols;
@@ -354,9 +354,9 @@ __device__ __forceinline__ void store_partials(float* partials, i64 index, const
 }
 
 template <int kVectors>
-__device__ __forceinline__ void rms_norm_backward(const u16* __restrict__ grad_out, const u16* __restrict__ x,
-                                                  const float* __restrict__ rstd_in, const float* weight,
-                                                  const u16* __restrict__ grad_residual, u16* grad_x,
+__device__ __forceinline__ void rms_norm_backward(const u16* grad_out, const u16* x,
+                                                  const float* rstd_in, const float* weight,
+                                                  const u16* grad_residual, u16* grad_x,
                                                   float* __restrict__ partials, int rows, int cols, int block_rows,
                                                   float inv_cols) {
     constexpr int kRows = kVectors == 1 ? 2 : 1;  // of a step
@@ -419,7 +419,7 @@ __device__ __forceinline__ void rms_norm_backward(const u16* __restrict__ grad_o
 }
 
 // Sums `partials` [num_partials, cols] down its columns, 32 columns a block, 32 threads a column.
-__device__ __forceinline__ void sum_partials(const float* __restrict__ partials, float* __restrict__ sums,
+__device__ __forceinline__ void sum_partials(const float* partials, float* __restrict__ sums,
                                              i64 num_partials, i64 cols) {
     __shared__ float turned[32][33];  // [thread of the column][column]
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -443,7 +443,8 @@ __device__ __forceinline__ void sum_partials(const float* __restrict__ partials,
     extern "C" __global__ void __launch_bounds__(kThreads) graphrt_##name(                                           \
         const u16* x, const u16* residual, const float* weight, u16* residual_out, float* rstd, void* data,          \
         const float* scale, const float* scale_inv, float* scale_inv_out, int* amax, i64 rows, i64 cols,             \
-        i64 block_rows, double inv_cols, double eps) {                                                                               \
+        i64 block_rows, double inv_cols, double eps) {                                                               \
+        begin_kernel();                                                                                              \
         rms_norm<Out, kVectors>(x, residual, weight, residual_out, rstd, data, scale, scale_inv, scale_inv_out,      \
                                 amax, (int)rows, (int)cols, (int)block_rows, (float)inv_cols, (float)eps);           \
     }
@@ -452,6 +453,7 @@ __device__ __forceinline__ void sum_partials(const float* __restrict__ partials,
     extern "C" __global__ void __launch_bounds__(kThreads) graphrt_##name(                                           \
         const u16* grad_out, const u16* x, const float* rstd, const float* weight, const u16* grad_residual,         \
         u16* grad_x, float* partials, i64 rows, i64 cols, i64 block_rows, double inv_cols) {                         \
+        begin_kernel();                                                                                              \
         rms_norm_backward<kVectors>(grad_out, x, rstd, weight, grad_residual, grad_x, partials, (int)rows,           \
                                     (int)cols, (int)block_rows, (float)inv_cols);                                    \
     }
@@ -467,15 +469,18 @@ GRAPHRT_RMS_NORM_BACKWARD(wide_rms_norm_backward, kWideVectors, kWideThreads)
 
 extern "C" __global__ void __launch_bounds__(kTileThreads) graphrt_rms_norm_transpose(
     const u8* data, u8* transposed, i64 rows, i64 cols) {
+    begin_kernel();
     transpose(data, transposed, rows, cols);
 }
 
 extern "C" __global__ void __launch_bounds__(fp8_tile::kThreads, 4) graphrt_rms_norm_transposed(
     const u16* x, const float* rstd, const float* weight, u8* transposed, const float* scale, i64 rows, i64 cols) {
+    begin_kernel();
     normalize_transposed(x, rstd, weight, transposed, scale, rows, cols);
 }
 
 extern "C" __global__ void __launch_bounds__(kBlockThreads) graphrt_rms_norm_sum_partials(
     const float* partials, float* sums, i64 num_partials, i64 cols) {
+    begin_kernel();
     sum_partials(partials, sums, num_partials, cols);
 }

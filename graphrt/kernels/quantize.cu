@@ -55,8 +55,8 @@ __device__ __forceinline__ void store_in_tile(u8* data, i64 row, i64 col, i64 ro
 
 // x -> data, and the transposed tile in `units`; returns the thread's amax.
 template <typename In, typename Out, bool kIsAligned>
-__device__ __forceinline__ u32 quantize_tile(const Tile& tile, const typename In::Bits* __restrict__ x,
-                                             u8* __restrict__ data, const float* __restrict__ scale_in, i64 rows,
+__device__ __forceinline__ u32 quantize_tile(const Tile& tile, const typename In::Bits* x,
+                                             u8* __restrict__ data, const float* scale_in, i64 rows,
                                              i64 cols, u32* unit_words) {
     constexpr int kWords = In::kVector / 4;
     constexpr int kGroupCols = kLaneCols * In::kVector;
@@ -163,7 +163,7 @@ __device__ __forceinline__ T* as_global(i64 address) {
 
 // A block takes one tile: `tiles` holds entry << 32 | tile of the entry.
 template <typename In, typename Out>
-__device__ __forceinline__ void quantize_many(const Entry* __restrict__ entries, const i64* __restrict__ tiles) {
+__device__ __forceinline__ void quantize_many(const Entry* entries, const i64* tiles) {
     const i64 word = tiles[blockIdx.x];
     const Entry& entry = entries[word >> 32];
     quantize_transpose<In, Out>((u32)word, as_global<const void>(entry.x), as_global<void>(entry.data),
@@ -213,8 +213,8 @@ __device__ __forceinline__ void record_flat(const Bytes16* v, int* amax_out) {
 
 template <typename In, typename Out>
 __device__ __forceinline__ void quantize_rows(
-    const void* __restrict__ x_bytes, void* __restrict__ data_bytes, const float* __restrict__ scale_in,
-    const float* __restrict__ scale_inv, float* __restrict__ scale_inv_out, int* __restrict__ amax_out, i64 count,
+    const void* x_bytes, void* __restrict__ data_bytes, const float* scale_in,
+    const float* scale_inv, float* __restrict__ scale_inv_out, int* __restrict__ amax_out, i64 count,
     i64 is_aligned) {
     constexpr int kWords = In::kVector / 4;
     u8* data = static_cast<u8*>(data_bytes);
@@ -250,12 +250,14 @@ __device__ __forceinline__ void record_amax(const void* x_bytes, int* amax_out, 
     extern "C" __global__ void __launch_bounds__(kThreads) graphrt_quantize_transpose_##in_name##_##out_name(        \
         const void* x, void* data, void* transposed, const float* scale, const float* scale_inv,                     \
         float* scale_inv_out, int* amax, i64 rows, i64 cols, i64 is_aligned) {                                       \
+        begin_kernel();                                                                                              \
         quantize_transpose<In, Out>(blockIdx.x, x, data, transposed, scale, scale_inv, scale_inv_out, amax, rows,    \
                                     cols, is_aligned);                                                               \
     }                                                                                                                \
     extern "C" __global__ void __launch_bounds__(kThreads) graphrt_quantize_rows_##in_name##_##out_name(             \
         const void* x, void* data, const float* scale, const float* scale_inv, float* scale_inv_out, int* amax,      \
         i64 count, i64 is_aligned) {                                                                                 \
+        begin_kernel();                                                                                              \
         quantize_rows<In, Out>(x, data, scale, scale_inv, scale_inv_out, amax, count, is_aligned);                   \
     }
 
@@ -264,10 +266,12 @@ __device__ __forceinline__ void record_amax(const void* x_bytes, int* amax_out, 
     GRAPHRT_QUANTIZE(in_name, In, e5m2, E5m2)                                                                        \
     extern "C" __global__ void __launch_bounds__(kThreads, 4) graphrt_quantize_many_##in_name##_e4m3(                \
         const Entry* entries, const i64* tiles) {                                                                    \
+        begin_kernel();                                                                                              \
         quantize_many<In, E4m3>(entries, tiles);                                                                     \
     }                                                                                                                \
     extern "C" __global__ void __launch_bounds__(kThreads) graphrt_record_amax_##in_name(                            \
         const void* x, int* amax, i64 count, i64 is_aligned) {                                                       \
+        begin_kernel();                                                                                              \
         record_amax<In>(x, amax, count, is_aligned);                                                                 \
     }
 

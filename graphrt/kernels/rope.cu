@@ -296,6 +296,7 @@ __device__ __forceinline__ void rotate_tile(const Gradients& gradients, const u3
 // qkv [B, T, 3, H, Dh] in place: q and k are its first 2 * H heads.
 extern "C" __global__ void __launch_bounds__(kRopeThreads, 3) graphrt_rope_bf16(
     u16* qkv, const u32* cos, const u32* sin, i64 rows, i64 positions, i64 num_heads, i64 head_size) {
+    begin_kernel();
     const Shape shape = {(u32)positions, (u32)num_heads, (u32)head_size};
     const QkvRows source = {qkv, shape.columns(), shape.positions, shape.head_size};
     rotate_rows<false, 2>(source, cos, sin, qkv, rows, shape);
@@ -312,6 +313,7 @@ extern "C" __global__ void __launch_bounds__(kRopeThreads, 3) graphrt_rope_bf16(
 
 extern "C" __global__ void __launch_bounds__(kRopeThreads, 3) graphrt_rope_backward_bf16(
     GRAPHRT_ROPE_SOURCES, u16* out, i64 rows, i64 positions, i64 num_heads, i64 head_size) {
+    begin_kernel();
     const Shape shape = {(u32)positions, (u32)num_heads, (u32)head_size};
     rotate_rows<true, 3>(GRAPHRT_ROPE_GRADIENTS, cos, sin, out, rows, shape);
 }
@@ -321,6 +323,7 @@ extern "C" __global__ void __launch_bounds__(kRopeThreads, 3) graphrt_rope_backw
         GRAPHRT_ROPE_SOURCES, u8* data, u8* transposed, const float* scale, const float* scale_inv,                  \
         float* scale_inv_out, int* amax, i64 rows, i64 positions, i64 num_heads, i64 head_size,                      \
         i64 lanes_together) {                                                                                        \
+        begin_kernel();                                                                                              \
         const Shape shape = {(u32)positions, (u32)num_heads, (u32)head_size};                                        \
         rotate_tile<Out>(GRAPHRT_ROPE_GRADIENTS, cos, sin, data, transposed, scale, scale_inv, scale_inv_out, amax,      \
                          rows, shape, (u32)lanes_together);                                                          \

@@ -67,6 +67,7 @@ __device__ __forceinline__ float scale_from(float amax, float fp8_max, float hea
 extern "C" __global__ void __launch_bounds__(kThreads) graphrt_update_scales(
     float* history, float* scale, float* scale_inv, int* num_nonfinite, i64* num_updates, i64 num_rows, i64 num_slots,
     i64 start, i64 end, i64 direction, double fp8_max, double headroom, i64 is_max) {
+    begin_kernel();
     const int row_thread = threadIdx.x / kSlots;
     const i64 slot = start + (i64)blockIdx.x * kSlots + threadIdx.x % kSlots;
     u32* column = reinterpret_cast<u32*>(history) + slot;

@@ -105,7 +105,7 @@ __device__ __forceinline__ float load_scale(const float* scale) {
 }
 
 template <typename Out>
-__device__ __forceinline__ void swiglu(const u16* __restrict__ h, void* __restrict__ data, u8* __restrict__ transposed,
+__device__ __forceinline__ void swiglu(const u16* h, void* __restrict__ data, u8* __restrict__ transposed,
                                        const float* scale, const float* scale_inv, float* scale_inv_out, int* amax_out,
                                        i64 rows, i64 features) {
     const fp8_tile::Place place = fp8_tile::locate(features);
@@ -141,7 +141,7 @@ __device__ __forceinline__ void swiglu(const u16* __restrict__ h, void* __restri
 
 // kMakesOutput: the forward's result is computed again, from the same sigmoid.
 template <typename Out, bool kMakesOutput>
-__device__ __forceinline__ void swiglu_backward(const u16* __restrict__ h, const u16* __restrict__ grad_out,
+__device__ __forceinline__ void swiglu_backward(const u16* h, const u16* grad_out,
                                                 void* __restrict__ data, u8* __restrict__ transposed,
                                                 const float* scale, const float* scale_inv, float* scale_inv_out,
                                                 int* amax_out, u8* __restrict__ output_transposed,
@@ -201,17 +201,20 @@ __device__ __forceinline__ void swiglu_backward(const u16* __restrict__ h, const
     extern "C" __global__ void __launch_bounds__(kThreads, 4) graphrt_swiglu_##name(                                 \
         const u16* h, void* data, u8* transposed, const float* scale, const float* scale_inv, float* scale_inv_out,  \
         int* amax, i64 rows, i64 features) {                                                                         \
+        begin_kernel();                                                                                              \
         swiglu<Out>(h, data, transposed, scale, scale_inv, scale_inv_out, amax, rows, features);                     \
     }                                                                                                                \
     extern "C" __global__ void __launch_bounds__(kThreads, 3) graphrt_swiglu_backward_##name(                        \
         const u16* h, const u16* grad_out, void* data, u8* transposed, const float* scale, const float* scale_inv,   \
         float* scale_inv_out, int* amax, i64 rows, i64 features) {                                                   \
+        begin_kernel();                                                                                              \
         swiglu_backward<Out, false>(h, grad_out, data, transposed, scale, scale_inv, scale_inv_out, amax, nullptr,   \
                                     nullptr, rows, features);                                                        \
     }                                                                                                                \
     extern "C" __global__ void __launch_bounds__(kThreads, 2) graphrt_swiglu_backward_output_##name(                 \
         const u16* h, const u16* grad_out, void* data, u8* transposed, const float* scale, const float* scale_inv,   \
         float* scale_inv_out, int* amax, u8* output_transposed, const float* output_scale, i64 rows, i64 features) { \
+        begin_kernel();                                                                                              \
         swiglu_backward<Out, true>(h, grad_out, data, transposed, scale, scale_inv, scale_inv_out, amax,             \
                                    output_transposed, output_scale, rows, features);                                 \
     }
