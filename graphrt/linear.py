@@ -25,6 +25,7 @@ from graphrt.kernels import QuantizedTensor
 from graphrt.recipe import FP8_MAX
 from graphrt.recompute import is_reentrant_forward, unseen_by_selective_checkpoints
 from graphrt.region import Context, Mode, RegionRecord, current_context
+from graphrt.saved import take_saved
 from graphrt.sinks import deliver
 from graphrt.state import QuantizationState
 
@@ -296,7 +297,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
         (grad_output,) = grad_outputs
-        x_t, x_scale_inv, w_t, w_scale_inv = ctx.saved_tensors
+        x_t, x_scale_inv, w_t, w_scale_inv = take_saved(ctx)
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         dy = grad_output.reshape(-1, grad_output.shape[-1])
         dx = dw = None
@@ -304,8 +305,10 @@ class _Linear(torch.autograd.Function):
             q = _quantize_grad_output(dy, ctx.call, transpose=needs_w)
             if needs_x:
                 dx = input_grad(q, w_t, w_scale_inv, ctx.x_dtype, ctx.call).view(ctx.x_shape)
+            dy_t, dy_scale_inv = q.transposed, q.scale_inv
+            del q, w_t
             if needs_w:
-                dw = deliver(ctx.weight, lambda out: weight_grad(q, x_t, x_scale_inv, ctx.weight.dtype, ctx.call, out))
+                dw = deliver(ctx.weight, lambda out: weight_grad(dy_t, dy_scale_inv, x_t, x_scale_inv, ctx.weight.dtype, ctx.call, out))
         db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
         return dx, dw, db, None, None, None
 
@@ -316,11 +319,13 @@ def input_grad(q: QuantizedTensor, w_t: Tensor, w_scale_inv: Tensor, dtype: torc
     return kernels.scaled_mm(q.data, q.scale_inv, w_t, w_scale_inv, dtype, fast_accum=fast_accum)
 
 
-def weight_grad(q: QuantizedTensor, x_t: Tensor, x_scale_inv: Tensor, dtype: torch.dtype, call: LinearCall, out: Tensor | None) -> Tensor:
+def weight_grad(
+    dy_t: Tensor | None, dy_scale_inv: Tensor, x_t: Tensor, x_scale_inv: Tensor, dtype: torch.dtype, call: LinearCall, out: Tensor | None
+) -> Tensor:
     """``dy^T x`` [out_features, in_features] from the transposed copies of both, into ``out`` if given."""
-    assert q.transposed is not None
+    assert dy_t is not None
     fast_accum = call.state.recipe.backward_fast_accum
-    return kernels.scaled_mm(q.transposed, q.scale_inv, x_t, x_scale_inv, dtype, fast_accum=fast_accum, out=out)
+    return kernels.scaled_mm(dy_t, dy_scale_inv, x_t, x_scale_inv, dtype, fast_accum=fast_accum, out=out)
 
 
 def _quantize_grad_output(dy: Tensor, call: LinearCall, transpose: bool) -> QuantizedTensor:

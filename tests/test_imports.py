@@ -15,7 +15,7 @@ PACKAGE = Path(graphrt.__file__).parent
 
 #: Layers from the ground up; a module imports from layers below its own, or from its own where that is a package.
 LAYERS = (
-    ("errors", "ranges", "owners", "aside"),
+    ("errors", "ranges", "owners", "aside", "saved"),
     ("recipe", "guards", "recompute", "sinks"),
     ("kernels", "module_ranges", "nsys"),
     ("state",),

@@ -5,6 +5,7 @@ The composition is written here from torch's own operations around the same line
 
 import copy
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,9 @@ from training import KINDS, assert_same_values, counts, plainly, state_values
 
 import graphrt
 from graphrt import nn as fused
+from graphrt.linear import forget_weights
+from graphrt.nn import feed_forward
+from graphrt.nn import gemm as gemms
 
 BATCH, TOKENS, WIDTH, HEADS, FFN = 2, 24, 64, 2, 48
 EPS = 1e-5
@@ -634,6 +638,46 @@ def test_no_quantized_activation_is_kept_for_the_backward(layer, device):
     assert node is not None
     kept = {tuple(tensor.shape) for tensor in node.saved_tensors if tensor is not None and tensor.element_size() == 1}
     assert kept == ({(WIDTH, 3 * WIDTH)} if layer is fused_qkv else {(WIDTH, 2 * FFN), (FFN, WIDTH)}), "weights alone"
+
+
+@pytest.mark.parametrize("is_converted", [True, False])
+def test_a_backward_frees_what_it_has_read_for_the_last_time(is_converted, monkeypatch):
+    parts = Parts()
+    if is_converted:
+        graphrt.convert_to_float8_training(parts)
+    read: dict[str, weakref.ref[Tensor]] = {}
+    left: list[set[str]] = []
+    input_grads = iter(["w2", "w13"])
+
+    def watch(owner: Any, attribute: str, before: Callable[..., object]) -> None:
+        call = getattr(owner, attribute)
+
+        def watched(*args: Any, **options: Any) -> Any:
+            before(*args)
+            return call(*args, **options)
+
+        monkeypatch.setattr(owner, attribute, watched)
+
+    def note(**tensors: Tensor) -> None:
+        read.update((name, weakref.ref(tensor)) for name, tensor in tensors.items())
+
+    def note_input_grad(_gemm: Any, grad: Any, saved: list[Any]) -> None:
+        name = next(input_grads)
+        note(**{f"{name}'s weight": saved[2]} | ({f"gradient behind {name}": grad.data} if is_converted else {}))
+
+    kind = gemms.Fp8Gemm if is_converted else gemms.PlainGemm
+    watch(kind, "grad_input", note_input_grad)
+    watch(kind, "weight_grad", lambda *_: left.append({name for name, tensor in read.items() if tensor() is not None}))
+    swiglu_backward = "swiglu_backward_with_output" if is_converted else "swiglu_backward"
+    watch(feed_forward, swiglu_backward, lambda h, grad_a: note(h=h, grad_a=grad_a))
+    x = torch.randn(BATCH, TOKENS, WIDTH, requires_grad=True)
+    with graphrt.fp8_autocast():
+        loss = fused_ffn(parts, x, x)[1].square().mean()
+    if is_converted:
+        forget_weights(parts)  # as a captured step does after their last use
+    loss.backward()
+    assert left == [set(), set()]
+    assert len(read) == (6 if is_converted else 4)
 
 
 @pytest.mark.parametrize("is_fast", [True, False])

@@ -19,6 +19,7 @@ from graphrt.nn.norm import composed_norm, quantize_norm_again, residual_rms_nor
 from graphrt.nn.rows import flatten
 from graphrt.owners import working_for
 from graphrt.recompute import unseen_by_selective_checkpoints
+from graphrt.saved import take_saved
 
 __all__ = ["rotary_qkv"]
 
@@ -96,13 +97,15 @@ class _RotaryQkv(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
-        stream, rstd, norm_weight, cos, sin, *saved = ctx.saved_tensors
+        stream, rstd, norm_weight, cos, sin, *saved = take_saved(ctx)
         grad_stream, grad_query, grad_key, grad_value = grad_outputs
         gemm, needs_weight = ctx.gemm, ctx.needs_input_grad[3]
         grad = gemm.receive(rope_backward(grad_query, grad_key, grad_value, cos, sin, to=gemm.grad_target(transpose=needs_weight)))
         grad_n = gemm.grad_input(grad, saved)
+        grad = gemm.for_weight_grad(grad)
         quantize_norm_again(gemm, saved, stream, rstd, norm_weight, needs_weight)
         grad_weight = gemm.weight_grad(grad, saved) if needs_weight else None
+        del grad, saved
         with working_for(norm_weight):
             grad_x, grad_norm = residual_rms_norm_backward(grad_n, stream, rstd, norm_weight, flatten(grad_stream), ctx.norm_parameter)
         gemm.finish()

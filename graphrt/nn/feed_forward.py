@@ -27,6 +27,7 @@ from graphrt.nn.norm import composed_norm, quantize_norm_again, residual_rms_nor
 from graphrt.nn.rows import flatten
 from graphrt.owners import working_for
 from graphrt.recompute import unseen_by_selective_checkpoints
+from graphrt.saved import take_saved
 
 __all__ = ["swiglu_feed_forward"]
 
@@ -77,18 +78,24 @@ class _FeedForward(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
-        stream, rstd, norm_weight, h, *saved = ctx.saved_tensors
+        stream, rstd, norm_weight, h, *saved = take_saved(ctx)
         grad_stream, grad_y = map(flatten, grad_outputs)
         first, second = ctx.first, ctx.second
         needs_w13, needs_w2 = ctx.needs_input_grad[3:5]
         saved_n, saved_a = saved[:4], saved[4:]
+        del saved
         g2 = second.prepare_grad(grad_y, transpose=needs_w2)
         grad_a = second.grad_input(g2, saved_a)
+        g2 = second.for_weight_grad(g2)
         g13 = first.receive(_swiglu_backward(h, grad_a, first.grad_target(transpose=needs_w13), second, saved_a, needs_w2))
+        del h, grad_a
         grad_w2 = second.weight_grad(g2, saved_a) if needs_w2 else None
+        del g2, saved_a
         grad_n = first.grad_input(g13, saved_n)
+        g13 = first.for_weight_grad(g13)
         quantize_norm_again(first, saved_n, stream, rstd, norm_weight, needs_w13)
         grad_w13 = first.weight_grad(g13, saved_n) if needs_w13 else None
+        del g13, saved_n
         with working_for(norm_weight):
             grad_x, grad_norm = residual_rms_norm_backward(grad_n, stream, rstd, norm_weight, grad_stream, ctx.norm_parameter)
         first.finish()
@@ -97,7 +104,7 @@ class _FeedForward(torch.autograd.Function):
         return grad_x, grad_x, grad_norm, grad_w13, grad_w2, None, None, None
 
 
-def _swiglu_backward(h: Tensor, grad_a: Tensor, to: QuantizeTo | None, gemm: Gemm, saved: list[Tensor], needs_a: bool) -> Operand:
+def _swiglu_backward(h: Tensor, grad_a: Tensor, to: QuantizeTo | None, gemm: Gemm, saved: list[Any], needs_a: bool) -> Operand:
     """The gradient of ``h``; puts what w2's weight gradient reads of ``a`` into ``saved``, if the forward did not keep it."""
     again = gemm.input_again(saved, needs_a)
     if again is None:

@@ -36,11 +36,11 @@ class PlainGemm:
         """Producers write plain tensors."""
         del transpose
 
-    def input_again(self, saved: list[Tensor], is_needed: bool) -> QuantizeTo | None:
+    def input_again(self, saved: list[Any], is_needed: bool) -> QuantizeTo | None:
         """The input is kept as it is."""
         del saved, is_needed
 
-    def keep_input(self, saved: list[Tensor]) -> None:
+    def keep_input(self, saved: list[Any]) -> None:
         """It is kept."""
 
     def grad_target(self, transpose: bool = True) -> None:
@@ -67,12 +67,18 @@ class PlainGemm:
         """An output gradient that a kernel has written for `grad_target`."""
         return grad
 
-    def grad_input(self, grad: Operand, saved: list[Tensor]) -> Tensor:
-        """``dy w``."""
+    def grad_input(self, grad: Operand, saved: list[Any]) -> Tensor:
+        """``dy w``; lets go of what ``saved`` holds of the weight."""
         with working_for(self.linear):
-            return grad @ saved[2]
+            product = grad @ saved[2]
+        saved[2] = None
+        return product
 
-    def weight_grad(self, grad: Operand, saved: list[Tensor]) -> Tensor | None:
+    def for_weight_grad(self, grad: Operand) -> Operand:
+        """All that `weight_grad` reads of the output gradient."""
+        return grad
+
+    def weight_grad(self, grad: Operand, saved: list[Any]) -> Tensor | None:
         """``dy^T x`` into the weight's sink, or returned."""
         with working_for(self.linear):
             return deliver(self.weight, lambda out: _mm(grad.t(), saved[0], self.weight.dtype, out))
@@ -134,7 +140,7 @@ class Fp8Gemm:
         dtype = call.state.recipe.fp8_format.forward_dtype
         return QuantizeTo(scales.scale, scales.scale_inv, call.slots.input, dtype, amax, transpose and call.is_differentiable)
 
-    def input_again(self, saved: list[Tensor], is_needed: bool) -> QuantizeTo | None:
+    def input_again(self, saved: list[Any], is_needed: bool) -> QuantizeTo | None:
         """What quantizes the input to the bits it had in the forward, for a backward that computes it again.
 
         None if there is no need: no weight gradient is asked for, or an earlier backward of a retained graph has done it and
@@ -150,7 +156,7 @@ class Fp8Gemm:
         # The scales of the forward are there for its first backward only.
         return self.input_target()._replace(amax=None) if is_needed or _is_graph_retained() else None
 
-    def keep_input(self, saved: list[Tensor]) -> None:
+    def keep_input(self, saved: list[Any]) -> None:
         """Another backward may come, and ask."""
         self._input_kept = saved[0] if _is_graph_retained() else None
 
@@ -184,15 +190,23 @@ class Fp8Gemm:
         """An output gradient that a kernel has quantized to `grad_target`."""
         return grad
 
-    def grad_input(self, grad: Operand, saved: list[Tensor]) -> Tensor:
-        """``dy w``."""
+    def grad_input(self, grad: Operand, saved: list[Any]) -> Tensor:
+        """``dy w``; lets go of what ``saved`` holds of the weight."""
         with working_for(self.linear):
-            return input_grad(grad, saved[2], saved[3], self.dtype, self._call)
+            product = input_grad(grad, saved[2], saved[3], self.dtype, self._call)
+        saved[2] = None
+        return product
 
-    def weight_grad(self, grad: Operand, saved: list[Tensor]) -> Tensor | None:
-        """``dy^T x`` into the weight's sink, or returned."""
+    def for_weight_grad(self, grad: QuantizedTensor) -> Operand:
+        """All that `weight_grad` reads of the output gradient: not the copy that `grad_input` read."""
+        return grad.transposed, grad.scale_inv
+
+    def weight_grad(self, grad: Operand, saved: list[Any]) -> Tensor | None:
+        """``dy^T x`` into the weight's sink, or returned; ``grad`` as `for_weight_grad` gives it."""
+        dy_t, dy_scale_inv = grad
+        x_t, x_scale_inv = saved[:2]
         with working_for(self.linear):
-            return deliver(self.weight, lambda out: weight_grad(grad, saved[0], saved[1], self.weight.dtype, self._call, out))
+            return deliver(self.weight, lambda out: weight_grad(dy_t, dy_scale_inv, x_t, x_scale_inv, self.weight.dtype, self._call, out))
 
     def finish(self) -> None:
         """A quantized backward has run: request the scale update."""

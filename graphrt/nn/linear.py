@@ -10,6 +10,7 @@ from graphrt.guards import untraced
 from graphrt.nn.gemm import PlainGemm, can_fuse
 from graphrt.nn.rows import flatten
 from graphrt.recompute import unseen_by_selective_checkpoints
+from graphrt.saved import take_saved
 
 __all__ = ["linear"]
 
@@ -45,7 +46,7 @@ class _Linear(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grad_outputs: Tensor
     ) -> tuple[Tensor | None, ...]:
-        saved = list(ctx.saved_tensors)
+        saved = take_saved(ctx)
         grad = flatten(grad_outputs[0])
         grad_x = ctx.gemm.grad_input(grad, saved).view(ctx.shape) if ctx.needs_input_grad[0] else None
         grad_weight = ctx.gemm.weight_grad(grad, saved) if ctx.needs_input_grad[1] else None

@@ -62,7 +62,7 @@ def residual_rms_norm_backward(
     return grad_x, deliver(parameter, compute, reads=sum_into.reads if weight.dtype is torch.float32 else None)
 
 
-def quantize_norm_again(gemm: Gemm, saved: list[Tensor], stream: Tensor, rstd: Tensor, weight: Tensor, is_needed: bool) -> None:
+def quantize_norm_again(gemm: Gemm, saved: list[Any], stream: Tensor, rstd: Tensor, weight: Tensor, is_needed: bool) -> None:
     """Put the transposed copy of the norm, which the weight gradient of the linear behind it reads, into ``saved``.
 
     Args:
