@@ -143,3 +143,38 @@ def test_static_inputs_take_dicts_by_key_and_any_strides() -> None:
     assert inputs.batch["b"].tolist() == (x + 10).tolist()
     expanded = torch.ones(1, 1).expand(2, 3)
     assert StaticInputs({"a": expanded}, torch.device("cpu")).batch["a"].is_contiguous()
+
+
+@pytest.mark.parametrize("num_tensors", [1, 2, 5])
+@pytest.mark.parametrize(
+    "kind", ["plain", "sliced", "transposed", "expanded", "negated", "conjugated", "parameter", "empty", "host", "mixed"]
+)
+def test_static_inputs_hold_what_any_source_holds(kind, num_tensors, device):
+    def make(i: int) -> torch.Tensor:
+        x = torch.arange(24.0, device=device).reshape(4, 6) + 100 * i
+        numbers = torch.complex(x, -x)
+        sources = {
+            "plain": x,
+            "sliced": torch.cat((x, x))[4:],
+            "transposed": x.t(),
+            "expanded": x[:1].expand(4, 6),
+            "negated": numbers.conj().imag,
+            "conjugated": numbers.conj(),
+            "parameter": torch.nn.Parameter(x, requires_grad=False),
+            "empty": x[:, :0],
+            "host": x.cpu(),
+            "mixed": x.cpu() if i == 0 else x,
+        }
+        return sources[kind]
+
+    batch = {str(i): make(i) for i in range(num_tensors)}
+    inputs = StaticInputs(batch, device)
+    for step in range(3):
+        batch = {name: x.clone() if kind == "plain" and step else x for name, x in batch.items()}
+        for x in inputs.batch.values():
+            x.zero_()
+        inputs.copy_from(batch)
+        inputs.note_copied()
+        for name, x in batch.items():
+            assert inputs.batch[name].device.type == device.type
+            assert torch.equal(inputs.batch[name].cpu().resolve_conj(), x.cpu().resolve_conj().resolve_neg())

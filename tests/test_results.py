@@ -9,19 +9,23 @@ import threading
 import pytest
 import torch
 
-from graphrt.capture.results import StaticResults
+from graphrt.capture.results import _NUM_PLACES, StaticResults
 from graphrt.step import StepResult
 
 EXAMPLE = {"loss": 1.5, "grad_norm": 2.5, "skipped": True}
 
 
-@pytest.fixture
-def results(device):
+@pytest.fixture(params=[20, 2000], ids=["small", "large"])
+def results(device, request):
     example = StepResult(
         torch.tensor(1.5, device=device),
         torch.tensor(2.5, device=device),
         torch.tensor(True, device=device),
-        {"logits": torch.arange(2000.0, device=device), "count": torch.tensor(7, device=device), "aux": torch.tensor(4.0, device=device)},
+        {
+            "logits": torch.arange(float(request.param), device=device),
+            "count": torch.tensor(7, device=device),
+            "aux": torch.tensor(4.0, device=device),
+        },
     )
     static = StaticResults(example)
     static.write(example)
@@ -68,6 +72,23 @@ def test_the_next_step_does_not_change_a_result_that_nobody_has_looked_at(result
     result = results.read()
     results.write(StepResult(*(torch.zeros((), device=device).to(dtype) for dtype in (torch.float32, torch.float32, torch.bool)), {}))
     check(result)
+
+
+def test_any_number_of_results_may_be_kept(results, device):
+    def write(value: float) -> None:
+        skipped, metrics = torch.tensor(True, device=device), results.read().clone().metrics
+        results.write(StepResult(torch.tensor(value, device=device), torch.tensor(-value, device=device), skipped, metrics))
+
+    kept = []
+    for i in range(3 * _NUM_PLACES + 5):
+        write(float(i))
+        result = results.read()
+        if i % 3:
+            kept.append((i, result))
+        if i % 3 == 2:
+            float(result.loss)  # some are looked at in time
+    assert all(result.loss.item() == i == -result.grad_norm.item() for i, result in kept)
+    assert all(result.metrics["count"].item() == 7 for _, result in kept)
 
 
 def test_two_threads_may_look_at_once(results):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from graphrt import batch as batches
 from graphrt.errors import StaticInputError
+from graphrt.kernels.copy import Copy, copy_launches, launch_copies
 
 __all__ = ["StaticInputs", "signature"]
 
@@ -46,6 +47,11 @@ class StaticInputs:
         list(batches.leaves(batch))
         self._read = _reader(self.batch)
         self._tensors = self._read(self.batch)
+        self._addresses = [x.data_ptr() for x in self._tensors]
+        self._sizes = [x.nbytes for x in self._tensors]
+        # A tensor of complex numbers may be the conjugate of what lies in memory.
+        self._are_bytes = self._is_cuda and not any(x.dtype.is_complex for x in self._tensors)
+        self._index = self._tensors[0].get_device() if self._tensors else -1
         self._stages: list[_PinnedStage] = []
         self._num_copies = 0
 
@@ -70,10 +76,19 @@ class StaticInputs:
         if not self._tensors:
             return
         sources = self._read(batch)
-        if self._is_cuda and not all(map(_is_on_cuda, sources)):
-            sources = self._stage(sources)
+        if self._is_cuda:
+            if not all(map(_is_on_cuda, sources)):
+                sources = self._stage(sources)
+            if self._are_bytes and all(map(self._is_of_bytes, sources)):
+                copies = list(map(Copy, self._addresses, map(Tensor.data_ptr, sources), self._sizes))
+                launch_copies(self._index, copy_launches(copies))
+                return
         with _no_grad:
             torch._foreach_copy_(self._tensors, sources, non_blocking=True)
+
+    def _is_of_bytes(self, source: Tensor) -> bool:
+        """Whether a tensor on a GPU is what lies in its memory, in order, on this device."""
+        return type(source) is Tensor and source.get_device() == self._index and source.is_contiguous() and not source.is_neg()
 
     def _stage(self, sources: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Copy host tensors into pinned memory of our own: the device reads it after the caller has gone on."""

@@ -1,16 +1,21 @@
 """Static results: where a graph leaves what the step returns, and the copy that the caller gets."""
 
 import threading
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from graphrt.kernels.copy import Copy, copy_launches, launch_copies
 from graphrt.step import StepResult
 
 __all__ = ["StaticResults"]
 
 _ALIGNMENT = 16
+
+#: There are places for so many copies of a step's results, each used again in turn, if they are not larger than this.
+_NUM_PLACES, _MAX_PLACE_BYTES = 32, 4096
 
 
 class StaticResults:
@@ -36,6 +41,15 @@ class StaticResults:
                 offset += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         self._buffer = torch.zeros(max(offset, _ALIGNMENT), dtype=torch.uint8, device=example.loss.device)
         self._views = self._split(self._buffer)
+        self._places = self._make_places()
+        copies = [Copy(place.data_ptr(), self._buffer.data_ptr(), self._buffer.nbytes) for place in self._places]
+        self._launches = [copy_launches([copy]) for copy in copies]
+        self._owners: list[weakref.ref[StepResult] | None] = [None] * len(self._places)
+        self._num_read = 0
+
+    def _make_places(self) -> list[Tensor]:
+        num_bytes = self._buffer.nbytes
+        return list(self._buffer.new_empty(_NUM_PLACES, num_bytes).unbind()) if num_bytes <= _MAX_PLACE_BYTES else []
 
     def _split(self, buffer: Tensor) -> dict[str, Tensor]:
         scalars = buffer[: 4 * len(self._scalars)].view(torch.float32).unbind()
@@ -48,8 +62,23 @@ class StaticResults:
             self._views[name].copy_(value)
 
     def read(self) -> StepResult:
-        """A copy in storage of its own."""
-        return _CopiedResult.of(self, self._buffer.clone())
+        """A copy that nothing else overwrites, made on the current stream."""
+        if not self._places:
+            return _CopiedResult.of(self, self._buffer.clone())
+        index = self._num_read % _NUM_PLACES
+        self._num_read += 1
+        reference = self._owners[index]
+        owner = None if reference is None else reference()
+        if owner is not None:
+            _move_out(owner)
+        place = self._places[index]
+        if place.is_cuda:
+            launch_copies(place.get_device(), self._launches[index])
+        else:
+            place.copy_(self._buffer)
+        result = _CopiedResult.of(self, place)
+        self._owners[index] = weakref.ref(result)
+        return result
 
     def fields(self, buffer: Tensor) -> dict[str, Any]:
         """The fields of a `StepResult`, from a copy of the buffer.
@@ -107,6 +136,13 @@ class _CopiedResult(StepResult):
 
 
 _becoming_plain = threading.Lock()
+
+
+def _move_out(result: StepResult) -> None:
+    """Take a result that is not plain yet out of its place, which is about to be used again."""
+    with _becoming_plain:
+        if "_buffer" in result.__dict__:
+            result.__dict__["_buffer"] = result.__dict__["_buffer"].clone()
 
 
 def _flat(result: StepResult) -> dict[str, Any]:

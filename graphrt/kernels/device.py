@@ -28,7 +28,7 @@ class _LoadedKernels:
     """What a launch on one device needs."""
 
     kernels: dict[str, Any]  # name -> cuda.core.Kernel
-    configure: Callable[[int, int, int], Any]  # blocks, threads, dynamic shared bytes -> cuda.core.LaunchConfig
+    configure: Callable[[int, int, bool], Any]  # blocks, threads, whether it may begin early -> cuda.core.LaunchConfig
     wrap_stream: Callable[[int], Any]  # cudaStream_t -> cuda.core.Stream
     launch: Callable[..., None]
 
@@ -67,7 +67,7 @@ def preload(device: torch.device | int | None = None) -> None:
                 _loaded[index] = _load(index)
 
 
-def launch(index: int, name: str, num_blocks: int, num_threads: int, args: tuple[int | float, ...], shared_bytes: int = 0) -> None:
+def launch(index: int, name: str, num_blocks: int, num_threads: int, args: tuple[int | float, ...], begins_early: bool = True) -> None:
     """Launch the kernel ``name`` on device ``index`` and torch's current stream there.
 
     Args:
@@ -76,7 +76,7 @@ def launch(index: int, name: str, num_blocks: int, num_threads: int, args: tuple
         num_blocks: blocks in the grid.
         num_threads: threads in a block.
         args: 8 bytes each: addresses and integers as int, the rest as float (double in the kernel).
-        shared_bytes: dynamic shared memory of a block, up to what the device allows beside the kernel's static share.
+        begins_early: lets blocks be placed while the kernel before it on the stream ends; they wait by themselves.
 
     Raises:
         GraphrtError: the kernels cannot be compiled or loaded.
@@ -87,9 +87,9 @@ def launch(index: int, name: str, num_blocks: int, num_threads: int, args: tuple
         loaded = _loaded[index]
     if torch._C._cuda_getDevice() != index:
         with torch.cuda.device(index):
-            _launch(loaded, index, name, (num_blocks, num_threads, shared_bytes), args)
+            _launch(loaded, index, name, (num_blocks, num_threads, begins_early), args)
     else:
-        _launch(loaded, index, name, (num_blocks, num_threads, shared_bytes), args)
+        _launch(loaded, index, name, (num_blocks, num_threads, begins_early), args)
 
 
 def function(index: int, name: str) -> Any:
@@ -104,10 +104,10 @@ def function(index: int, name: str) -> Any:
     return _checked(driver.cuKernelGetFunction(_loaded[index].kernels[name].handle))
 
 
-def _launch(loaded: _LoadedKernels, index: int, name: str, size: tuple[int, int, int], args: tuple[int | float, ...]) -> None:
+def _launch(loaded: _LoadedKernels, index: int, name: str, config: tuple[int, int, bool], args: tuple[int | float, ...]) -> None:
     use_context(index)
     stream = loaded.wrap_stream(torch._C._cuda_getCurrentRawStream(index))
-    loaded.launch(stream, loaded.configure(*size), loaded.kernels[name], *args)
+    loaded.launch(stream, loaded.configure(*config), loaded.kernels[name], *args)
 
 
 def use_context(index: int) -> None:
@@ -152,9 +152,9 @@ def _load(index: int) -> _LoadedKernels:
     kernels = _load_kernels(index, f"sm_{capability[0]}{capability[1]}")
 
     @functools.lru_cache(maxsize=4096)
-    def configure(num_blocks: int, num_threads: int, shared_bytes: int) -> LaunchConfig:
+    def configure(num_blocks: int, num_threads: int, begins_early: bool) -> LaunchConfig:
         # Each kernel waits for the ones before it by itself: begin_kernel in common.cuh.
-        return LaunchConfig(grid=num_blocks, block=num_threads, shmem_size=shared_bytes, programmatic_stream_serialization=True)
+        return LaunchConfig(grid=num_blocks, block=num_threads, programmatic_stream_serialization=begins_early)
 
     @functools.lru_cache(maxsize=64)
     def wrap_stream(handle: int) -> Stream:
@@ -177,19 +177,7 @@ def _load_kernels(index: int, arch: str) -> dict[str, Any]:
         for kernel in kernels.values():
             function = _checked(driver.cuKernelGetFunction(kernel.handle))
             _checked(driver.cuFuncLoad(function))  # the driver otherwise loads each at its first launch
-            _allow_dynamic_shared_memory(index, function)
     return kernels
-
-
-def _allow_dynamic_shared_memory(index: int, function: Any) -> None:
-    """Raise the kernel's limit from 48 KB to all that its static share leaves; how much it gets is said at each launch."""
-    from cuda.bindings import driver  # pyright: ignore[reportAttributeAccessIssue]
-
-    largest = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-    num_bytes = _checked(driver.cuDeviceGetAttribute(largest, _checked(driver.cuDeviceGet(index))))
-    num_bytes -= _checked(driver.cuFuncGetAttribute(driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function))
-    limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    _checked(driver.cuFuncSetAttribute(function, limit, num_bytes))
 
 
 def entry_points(cubin: bytes) -> list[str]:

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from graphrt.kernels.device import entry_points
 
 from .cases import quantize_kernels
 
-pytest.importorskip("cuda.bindings.nvrtc")
+nvrtc: Any = pytest.importorskip("cuda.bindings.nvrtc")
 
 ENTRY_POINTS = {"quantize": quantize_kernels(), "scale_update": ["graphrt_update_scales"]}
 
@@ -70,6 +71,34 @@ def test_sources_compile_for_sm_90_without_spills(source):
         limit = next((limit for part, limit in MAX_REGISTERS.items() if name.startswith(f"graphrt_{part}")), DEFAULT_MAX_REGISTERS)
         assert spilled_bytes <= max((most for part, most in MAX_SPILLED_BYTES.items() if name.startswith(part)), default=0), name
         assert num_registers <= limit, name
+
+
+@pytest.mark.parametrize("source", compiler.SOURCES)
+def test_nothing_touches_memory_before_the_kernels_ahead_have_ended(source):
+    """Kernels begin early: see begin_kernel in common.cuh."""
+    entries = compile_to_ptx(compiler.source_text(source)).split(".visible .entry ")[1:]
+    assert entries
+    for entry in entries:
+        before, waits, after = entry.partition("griddepcontrol.wait")
+        assert waits, entry.splitlines()[0]
+        assert not re.search(r"\b(ld|st|atom|red|prefetch|cp)\.(?!param)", before), entry.splitlines()[0]
+        assert not re.search(r"\bld\.global[.\w]*\.nc\b", after), entry.splitlines()[0]
+
+
+def compile_to_ptx(text: str) -> str:
+    # Not through cuda.core, which asks the driver whether it could load the result.
+    program = checked(nvrtc.nvrtcCreateProgram(text.encode(), b"source.cu", 0, [], []))
+    options = [b"--gpu-architecture=compute_90", b"--std=c++17"]
+    checked(nvrtc.nvrtcCompileProgram(program, len(options), options))
+    ptx = b" " * checked(nvrtc.nvrtcGetPTXSize(program))
+    checked(nvrtc.nvrtcGetPTX(program, ptx))
+    checked(nvrtc.nvrtcDestroyProgram(program))
+    return ptx.decode()
+
+
+def checked(result: tuple[Any, ...]) -> Any:
+    assert int(result[0]) == 0, result
+    return result[1] if len(result) > 1 else None
 
 
 def test_a_source_that_does_not_compile_raises_with_the_log():
