@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from graphrt.capture.results import _NUM_PLACES, StaticResults
+from graphrt.kernels.copy import copy_launches, launch_copies
 from graphrt.step import StepResult
 
 EXAMPLE = {"loss": 1.5, "grad_norm": 2.5, "skipped": True}
@@ -17,12 +18,16 @@ EXAMPLE = {"loss": 1.5, "grad_norm": 2.5, "skipped": True}
 
 @pytest.fixture(params=[20, 2000], ids=["small", "large"])
 def results(device, request):
+    return make_results(request.param, device)
+
+
+def make_results(size: int, device: torch.device) -> StaticResults:
     example = StepResult(
         torch.tensor(1.5, device=device),
         torch.tensor(2.5, device=device),
         torch.tensor(True, device=device),
         {
-            "logits": torch.arange(float(request.param), device=device),
+            "logits": torch.arange(float(size), device=device),
             "count": torch.tensor(7, device=device),
             "aux": torch.tensor(4.0, device=device),
         },
@@ -68,27 +73,68 @@ def test_a_result_is_as_equal_as_any_other(results):
         results.read().loss = torch.tensor(0.0)
 
 
-def test_the_next_step_does_not_change_a_result_that_nobody_has_looked_at(results, device):
+def take_step(results: StaticResults, value: float) -> StepResult:
+    """What a replay does: keep the last result if need be, write, hand out."""
+    copy = results.begin_keeping()
+    if copy is not None:
+        launch_copies(torch.cuda.current_device(), copy_launches([copy]))
+    results.end_keeping()
+    device = results._buffer.device
+    metrics = {name: torch.full_like(x, value) for name, x in results.read().clone().metrics.items()}
+    loss, skipped = torch.tensor(value, device=device), torch.tensor(True, device=device)
+    results.write(StepResult(loss, -loss, skipped, metrics))
+    return results.read()
+
+
+def test_the_next_step_does_not_change_a_result_that_nobody_has_looked_at(results):
     result = results.read()
-    results.write(StepResult(*(torch.zeros((), device=device).to(dtype) for dtype in (torch.float32, torch.float32, torch.bool)), {}))
+    take_step(results, 5.0)
     check(result)
 
 
-def test_any_number_of_results_may_be_kept(results, device):
-    def write(value: float) -> None:
-        skipped, metrics = torch.tensor(True, device=device), results.read().clone().metrics
-        results.write(StepResult(torch.tensor(value, device=device), torch.tensor(-value, device=device), skipped, metrics))
+def test_a_result_that_was_looked_at_in_time_is_not_copied_again(results):
+    result = take_step(results, 3.0)
+    float(result.loss)
+    assert results.begin_keeping() is None
+    assert results._kept is None
+    results.end_keeping()
 
+
+def test_nothing_is_kept_for_nobody(results):
+    take_step(results, 3.0)
+    assert results.begin_keeping() is None
+    assert results._kept is None
+
+
+def test_any_number_of_results_may_be_kept(results):
     kept = []
     for i in range(3 * _NUM_PLACES + 5):
-        write(float(i))
-        result = results.read()
+        result = take_step(results, float(i))
         if i % 3:
             kept.append((i, result))
         if i % 3 == 2:
             float(result.loss)  # some are looked at in time
-    assert all(result.loss.item() == i == -result.grad_norm.item() for i, result in kept)
-    assert all(result.metrics["count"].item() == 7 for _, result in kept)
+    for i, result in kept:
+        assert result.loss.item() == i == -result.grad_norm.item()
+        assert result.metrics["count"].item() == i
+        assert bool((result.metrics["logits"] == i).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [20, 2000])
+def test_a_look_from_another_stream_sees_its_own_step(size):
+    results = make_results(size, torch.device("cuda"))
+    for i in range(20):
+        result = take_step(results, float(i))
+        other = torch.cuda.Stream()
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            torch.cuda._sleep(2_000_000)
+            loss, logits = result.loss, result.metrics["logits"]
+        take_step(results, -1.0)
+        torch.cuda.synchronize()
+        assert loss.item() == i
+        assert bool((logits == i).all())
 
 
 def test_two_threads_may_look_at_once(results):

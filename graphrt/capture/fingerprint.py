@@ -26,6 +26,7 @@ _END = object()
 
 # Getters that a map calls without a frame of Python each.
 _get_training, _get_requires_grad, _get_grad = map(operator.attrgetter, ("training", "requires_grad", "grad"))
+_get_flag_and_grad = operator.attrgetter("requires_grad", "grad")
 
 
 class _Entry(NamedTuple):
@@ -146,6 +147,8 @@ class Fingerprint:
         self._addresses = list(map(Tensor.data_ptr, self._movable))
         self._with_grad = [p for p in settings.trained if p.grad is not None]
         self._grads = list(map(_get_grad, self._with_grad))
+        # Of each parameter in turn, so that a look at both costs one pass over what is long out of the caches.
+        self._flags_and_grads = list(chain.from_iterable(map(_get_flag_and_grad, settings.trained)))
         # Gradients and an optimizer's tensors are told by identity alone: rebinding their data without replacing them is
         # nobody's habit. Should it happen, the graph goes on writing to what is kept here, and not to memory of others.
         by_identity = [*self._grads, *(entry.found for entry in optimizer_entries if isinstance(entry.found, Tensor))]
@@ -181,6 +184,9 @@ class Fingerprint:
         """What no dict tells: addresses, requires_grad, ``.grad``."""
         if list(map(Tensor.data_ptr, self._movable)) != self._addresses:
             self._name_moved()
+        flags_and_grads = chain.from_iterable(map(_get_flag_and_grad, self._settings.trained))
+        if all(map(operator.is_, flags_and_grads, self._flags_and_grads)):
+            return
         self._settings.check_parameters()
         if not all(map(operator.is_, map(_get_grad, self._with_grad), self._grads)):
             self._body.gradients.attach()

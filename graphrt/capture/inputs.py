@@ -1,7 +1,7 @@
 """Static inputs: the tensors a graph reads its batch from, and the check of what goes into them."""
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ class StaticInputs:
         self._sizes = [x.nbytes for x in self._tensors]
         # A tensor of complex numbers may be the conjugate of what lies in memory.
         self._are_bytes = self._is_cuda and not any(x.dtype.is_complex for x in self._tensors)
-        self._index = self._tensors[0].get_device() if self._tensors else -1
+        self._index = device.index if device.index is not None else torch.cuda.current_device() if self._is_cuda else -1
         self._stages: list[_PinnedStage] = []
         self._num_copies = 0
 
@@ -68,23 +68,25 @@ class StaticInputs:
         if signature(batch) != self.signature:
             raise StaticInputError("The batch nests dicts, lists and tuples in another way than the captured one. Keep the structure.")
 
-    def copy_from(self, batch: Any) -> None:
+    def copy_from(self, batch: Any, also: Sequence[Copy] = ()) -> None:
         """Copy a batch of this signature in, on the current stream, without waiting for the device.
 
         The caller may refill host and device buffers as soon as this returns.
+
+        Args:
+            also: other copies on the same device, to share a launch with.
         """
-        if not self._tensors:
-            return
         sources = self._read(batch)
-        if self._is_cuda:
-            if not all(map(_is_on_cuda, sources)):
-                sources = self._stage(sources)
-            if self._are_bytes and all(map(self._is_of_bytes, sources)):
-                copies = list(map(Copy, self._addresses, map(Tensor.data_ptr, sources), self._sizes))
-                launch_copies(self._index, copy_launches(copies))
-                return
-        with _no_grad:
-            torch._foreach_copy_(self._tensors, sources, non_blocking=True)
+        copies = list(also)
+        if self._is_cuda and not all(map(_is_on_cuda, sources)):
+            sources = self._stage(sources)
+        if self._are_bytes and all(map(self._is_of_bytes, sources)):
+            copies += map(Copy, self._addresses, map(Tensor.data_ptr, sources), self._sizes)
+        elif sources:
+            with _no_grad:
+                torch._foreach_copy_(self._tensors, sources, non_blocking=True)
+        if copies:
+            launch_copies(self._index, copy_launches(copies))
 
     def _is_of_bytes(self, source: Tensor) -> bool:
         """Whether a tensor on a GPU is what lies in its memory, in order, on this device."""

@@ -1,4 +1,8 @@
-"""Static results: where a graph leaves what the step returns, and the copy that the caller gets."""
+"""Static results: where a graph leaves what the step returns, and what the caller gets of it.
+
+What a step returns is the caller's, and the next replay writes where it lies. It is copied when somebody looks at it, or else
+together with the next step's inputs, before the replay: a launch of its own would cost a step as much as its other checks.
+"""
 
 import threading
 import weakref
@@ -7,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphrt.kernels.copy import Copy, copy_launches, launch_copies
+from graphrt.kernels.copy import Copy
 from graphrt.step import StepResult
 
 __all__ = ["StaticResults"]
@@ -19,9 +23,7 @@ _NUM_PLACES, _MAX_PLACE_BYTES = 32, 4096
 
 
 class StaticResults:
-    """One buffer outside the graph's pool that holds all results of a step.
-
-    One buffer, because a copy of it is one launch: results returned are the caller's, the next replay writes elsewhere.
+    """One buffer outside the graph's pool that holds all results of a step, so that a copy of it is one range of bytes.
 
     Args:
         example: results of a warmup step, for names, shapes and dtypes.
@@ -42,10 +44,13 @@ class StaticResults:
         self._buffer = torch.zeros(max(offset, _ALIGNMENT), dtype=torch.uint8, device=example.loss.device)
         self._views = self._split(self._buffer)
         self._places = self._make_places()
-        copies = [Copy(place.data_ptr(), self._buffer.data_ptr(), self._buffer.nbytes) for place in self._places]
-        self._launches = [copy_launches([copy]) for copy in copies]
+        self._copies = [Copy(place.data_ptr(), self._buffer.data_ptr(), self._buffer.nbytes) for place in self._places]
         self._owners: list[weakref.ref[StepResult] | None] = [None] * len(self._places)
-        self._num_read = 0
+        self._num_kept = 0
+        self._latest: weakref.ref[StepResult] | None = None  # while the buffer is what it holds
+        self._kept: Tensor | None = None  # where that will be
+        self._stream = _stream_of(self._buffer)
+        self._readers: list[Any] = []  # events of other streams that read the buffer
 
     def _make_places(self) -> list[Tensor]:
         num_bytes = self._buffer.nbytes
@@ -62,23 +67,45 @@ class StaticResults:
             self._views[name].copy_(value)
 
     def read(self) -> StepResult:
-        """A copy that nothing else overwrites, made on the current stream."""
+        """What the step under way on the current stream leaves, also after the next one."""
+        result = _CopiedResult.of(self, self._buffer)
+        self._latest = weakref.ref(result)
+        self._stream = _stream_of(self._buffer)
+        return result
+
+    def begin_keeping(self) -> Copy | None:
+        """The buffer will be written again: prepare a place for the latest result, if somebody has it and has not looked yet.
+
+        Returns:
+            What is to be copied on the current stream before `end_keeping`, if anything.
+        """
+        latest = None if self._latest is None else self._latest()
+        if latest is None or "_buffer" not in latest.__dict__:
+            return None
         if not self._places:
-            return _CopiedResult.of(self, self._buffer.clone())
-        index = self._num_read % _NUM_PLACES
-        self._num_read += 1
+            self._kept = self._buffer.clone()
+            return None
+        index = self._num_kept % _NUM_PLACES
+        self._num_kept += 1
         reference = self._owners[index]
         owner = None if reference is None else reference()
         if owner is not None:
-            _move_out(owner)
-        place = self._places[index]
-        if place.is_cuda:
-            launch_copies(place.get_device(), self._launches[index])
-        else:
-            place.copy_(self._buffer)
-        result = _CopiedResult.of(self, place)
-        self._owners[index] = weakref.ref(result)
-        return result
+            _move(owner, self._places[index].clone())
+        self._owners[index] = self._latest
+        self._kept = self._places[index]
+        if self._kept.is_cuda:
+            return self._copies[index]
+        self._kept.copy_(self._buffer)
+        return None
+
+    def end_keeping(self) -> None:
+        """From here on the current stream may write the buffer."""
+        latest = None if self._latest is None else self._latest()
+        if latest is not None and self._kept is not None:
+            _move(latest, self._kept)
+        self._latest = self._kept = None
+        while self._readers:
+            torch.cuda.current_stream(self._buffer.device).wait_event(self._readers.pop())
 
     def fields(self, buffer: Tensor) -> dict[str, Any]:
         """The fields of a `StepResult`, from a copy of the buffer.
@@ -92,6 +119,8 @@ class StaticResults:
             values = dict(zip(self._scalars, scalars, strict=True))
             for name, at, size, dtype, shape in self._layout:
                 values[name] = buffer[at : at + size].view(dtype).view(shape).clone()
+        if buffer is self._buffer and _stream_of(buffer) != self._stream:
+            self._readers.append(torch.cuda.current_stream(buffer.device).record_event())
         metrics = {name: values.pop(f"metrics.{name}") for name in self._metrics}
         return {**values, "metrics": metrics}
 
@@ -101,7 +130,7 @@ class _CopiedResult(StepResult):
 
     @classmethod
     def of(cls, results: StaticResults, buffer: Tensor) -> StepResult:
-        """One whose fields are in ``buffer``, a copy of the results' own."""
+        """One whose fields are in ``buffer``: the results' own, or a copy of it."""
         copied = object.__new__(cls)
         copied.__dict__.update(_results=results, _buffer=buffer)
         return copied
@@ -138,11 +167,15 @@ class _CopiedResult(StepResult):
 _becoming_plain = threading.Lock()
 
 
-def _move_out(result: StepResult) -> None:
-    """Take a result that is not plain yet out of its place, which is about to be used again."""
+def _move(result: StepResult, buffer: Tensor) -> None:
+    """Let a result that nobody has looked at yet find its fields in ``buffer``, where they are now."""
     with _becoming_plain:
         if "_buffer" in result.__dict__:
-            result.__dict__["_buffer"] = result.__dict__["_buffer"].clone()
+            result.__dict__["_buffer"] = buffer
+
+
+def _stream_of(buffer: Tensor) -> int:
+    return torch._C._cuda_getCurrentRawStream(buffer.get_device()) if buffer.is_cuda else 0
 
 
 def _flat(result: StepResult) -> dict[str, Any]:

@@ -192,9 +192,14 @@ class StepGraph:
         return None
 
     def copy_inputs(self, batch: Any) -> None:
-        """Copy a batch in, on the current stream."""
+        """Copy a batch in, on the current stream, and the last result out if it is still needed."""
         with COPY_INPUTS:
-            self.inputs.copy_from(batch)
+            if self.results is None:
+                self.inputs.copy_from(batch)
+            else:
+                copy = self.results.begin_keeping()
+                self.inputs.copy_from(batch, () if copy is None else (copy,))
+                self.results.end_keeping()
             self.inputs.note_copied()
 
     def replay(self, batch: Any) -> StepResult:

@@ -1,4 +1,4 @@
-// Copies up to two ranges of memory: the first blocks take the first range, the others the second.
+// Copies up to three ranges of memory: the first blocks take the first range, the next ones the second, and so on.
 //
 // A thread moves four times 16 bytes, whole where both addresses and the range allow, else byte by byte. common.cuh stands
 // in front of this text.
@@ -7,7 +7,8 @@ constexpr int kThreads = 256;
 constexpr int kBytes = 16;
 constexpr int kLoads = 4;
 
-__device__ __forceinline__ void copy_range(u8* to, const u8* from, i64 num_bytes, bool is_aligned, i64 block) {
+__device__ __forceinline__ void copy_range(u8* to, const u8* from, i64 num_bytes, i64 block) {
+    const bool is_aligned = (((i64)to | (i64)from) % kBytes) == 0;
     const i64 begin = (block * kLoads * kThreads + threadIdx.x) * kBytes;
 #pragma unroll
     for (int l = 0; l < kLoads; l++) {
@@ -20,13 +21,17 @@ __device__ __forceinline__ void copy_range(u8* to, const u8* from, i64 num_bytes
     }
 }
 
+// `second` and `third`: the first blocks of those ranges.
 extern "C" __global__ void __launch_bounds__(kThreads) graphrt_copy(
-    u8* to, const u8* from, i64 num_bytes, i64 is_aligned, u8* other_to, const u8* other_from, i64 other_num_bytes,
-    i64 is_other_aligned, i64 num_blocks) {
+    u8* to0, const u8* from0, i64 num_bytes0, u8* to1, const u8* from1, i64 num_bytes1, u8* to2, const u8* from2,
+    i64 num_bytes2, i64 second, i64 third) {
     begin_kernel();
-    if ((i64)blockIdx.x < num_blocks) {
-        copy_range(to, from, num_bytes, is_aligned != 0, blockIdx.x);
+    const i64 block = blockIdx.x;
+    if (block < second) {
+        copy_range(to0, from0, num_bytes0, block);
+    } else if (block < third) {
+        copy_range(to1, from1, num_bytes1, block - second);
     } else {
-        copy_range(other_to, other_from, other_num_bytes, is_other_aligned != 0, (i64)blockIdx.x - num_blocks);
+        copy_range(to2, from2, num_bytes2, block - third);
     }
 }

@@ -11,8 +11,8 @@ COPY_KERNEL = "graphrt_copy"
 
 # These mirror the constants of copy.cu.
 _THREADS = 256
-_BYTES = 16
-_BLOCK_BYTES = _THREADS * 4 * _BYTES
+_BLOCK_BYTES = _THREADS * 4 * 16
+_RANGES = 3  # of a launch
 
 
 class Copy(NamedTuple):
@@ -30,19 +30,16 @@ _NOTHING = Copy(0, 0, 0)
 
 
 def copy_launches(copies: Sequence[Copy]) -> list[CopyLaunch]:
-    """The launches that make ``copies``, one for two of them."""
+    """The launches that make ``copies``, one for three of them."""
     launches: list[CopyLaunch] = []
-    for i in range(0, len(copies), 2):
-        one, other = copies[i], copies[i + 1] if i + 1 < len(copies) else _NOTHING
-        num_blocks, num_others = -(-one.num_bytes // _BLOCK_BYTES), -(-other.num_bytes // _BLOCK_BYTES)
-        if num_blocks + num_others:
-            args = (*_arguments(one), *_arguments(other), num_blocks)
-            launches.append((num_blocks + num_others, _THREADS, args))
+    for i in range(0, len(copies), _RANGES):
+        first, second, third = (*copies[i : i + _RANGES], _NOTHING, _NOTHING)[:_RANGES]
+        start = -(-first.num_bytes // _BLOCK_BYTES)
+        next_start = start - (-second.num_bytes // _BLOCK_BYTES)
+        num_blocks = next_start - (-third.num_bytes // _BLOCK_BYTES)
+        if num_blocks:
+            launches.append((num_blocks, _THREADS, (*first, *second, *third, start, next_start)))
     return launches
-
-
-def _arguments(copy: Copy) -> tuple[int, int, int, int]:
-    return copy.to, copy.source, copy.num_bytes, int((copy.to | copy.source) % _BYTES == 0)
 
 
 def launch_copies(index: int, launches: Sequence[CopyLaunch]) -> None:
