@@ -4,8 +4,9 @@
 
 ncu cannot filter by layer, but by a kernel's name, so the node map of the captured step (saved by a run before, without ncu)
 gives the names. Other layers run the same kernels: ncu numbers its results in the order of the replay, and the list printed
-at the end says which number is of which module; those that were asked for are marked. Kernels that the map says are beside the
-others may have been run earlier or later than the list has them.
+at the end says which number is of which module; those that were asked for are marked. Forward and backward of a layer are far
+apart in a step, with the same kernels of other layers between, so each has a run of its own. Kernels that the map says are
+beside the others may have been run earlier or later than the list has them.
 """
 
 import argparse
@@ -54,6 +55,14 @@ def select(nodes: Sequence[Node], wanted: Sequence[Node]) -> Selection:
     return Selection(places[0], named[places[0] : places[-1] + 1])
 
 
+def by_direction(wanted: Sequence[Node]) -> dict[str, list[Node]]:
+    """The nodes of each run of ncu, by what the report is called."""
+    groups: dict[str, list[Node]] = {}
+    for node in wanted:
+        groups.setdefault(node["direction"], []).append(node)
+    return {"step" if len(groups) == 1 else f"step-{direction or 'other'}": group for direction, group in groups.items()}
+
+
 def _named(nodes: Sequence[Node], wanted: Sequence[Node]) -> list[Node]:
     names = {node["kernel"] for node in wanted}
     return [node for node in nodes if node["kind"] == "kernel" and node["kernel"] in names]
@@ -95,15 +104,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"No kernel of the node map is in module {options.module!r}. See the names in {node_map}.", file=sys.stderr)
         return 2
     job = job_command(options, options.step, options.step)
-    selection = select(nodes, wanted)
-    command = profile_command(options.out / "step", name_filter(wanted), selection, options.sections, job)
-    done = subprocess.run(command, check=False)
-    if done.returncode:
-        return done.returncode
-    for number, node in enumerate(selection.nodes):
-        mark = "*" if node in wanted else " "
-        print(f"{mark} {number:5}  {node['direction']:10} {node['module'] or '-':40} {node['kernel'][:80]}")
-    print(f"Open {options.out / 'step.ncu-rep'}, or: ncu --import {options.out / 'step.ncu-rep'} --page details")
+    for name, group in by_direction(wanted).items():
+        selection = select(nodes, group)
+        command = profile_command(options.out / name, name_filter(group), selection, options.sections, job)
+        done = subprocess.run(command, check=False)
+        if done.returncode:
+            return done.returncode
+        for number, node in enumerate(selection.nodes):
+            mark = "*" if node in group else " "
+            print(f"{mark} {number:5}  {node['direction']:10} {node['module'] or '-':40} {node['kernel'][:80]}")
+        report = options.out / f"{name}.ncu-rep"
+        print(f"Open {report}, or: ncu --import {report} --page details", flush=True)
     return 0
 
 

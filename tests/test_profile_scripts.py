@@ -101,6 +101,17 @@ def test_ncu_gets_the_kernels_of_a_layer_in_one_step(tool, tmp_path, capsys):
     assert lines[0].split()[:3] == ["*", "0", "backward"]
 
 
+def test_ncu_runs_once_for_each_direction_of_a_layer(tool, tmp_path, capsys):
+    calls = tool("ncu")
+    assert ncu(tmp_path, "--module", "blocks.0") == 0
+    directions = list(dict.fromkeys(node["direction"] for node in NODES if run_ncu.is_wanted(node, "blocks.0", None)))
+    assert len(directions) == 2
+    runs = [call[1:] for call in calls()]
+    assert [Path(call[call.index("-o") + 1]).name for call in runs] == [f"step-{direction}" for direction in directions]
+    marked = [line.split()[2] for line in capsys.readouterr().out.splitlines() if line.startswith("*")]
+    assert sorted(marked) == sorted(node["direction"] for node in NODES if run_ncu.is_wanted(node, "blocks.0", None))
+
+
 def test_ncu_profiles_from_the_first_kernel_of_the_layer_to_the_last():
     def kernel(module: str, name: str) -> dict[str, object]:
         return {"kind": "kernel", "kernel": name, "module": module, "direction": "forward"}
