@@ -235,6 +235,10 @@ def train(
         str | None,
         _option(help="How FP8 products of gradients are added up.", default="accurate", metavar="accurate|fast", panel=_RUNNING),
     ] = None,
+    weight_transpose: Annotated[
+        str | None,
+        _option(help="Keep weights' transposed FP8 copies, or make them again.", default="kept", metavar="kept|again", panel=_RUNNING),
+    ] = None,
     checkpointing: Annotated[
         str | None, _option(help="Recompute each block in the backward.", default="none", metavar="none|block", panel=_RUNNING)
     ] = None,
@@ -267,7 +271,8 @@ def train(
     options = {
         "preset": preset, "text": tuple(text or ()) + tuple(files or ()), "tokens": tokens, "token_dtype": token_dtype,
         "vocab_size": vocab_size, "seq_len": seq_len, "batch_size": batch_size, "grad_accum": grad_accum, "steps": steps, "lr": lr,
-        "warmup": warmup, "seed": seed, "precision": precision, "backward_accum": backward_accum, "checkpointing": checkpointing,
+        "warmup": warmup, "seed": seed, "precision": precision, "backward_accum": backward_accum,
+        "weight_transpose": weight_transpose, "checkpointing": checkpointing,
         "mode": mode, "device": device,
         "eval_every": eval_every, "save_every": save_every, "slots_every": slots_every,
     }  # fmt: skip
@@ -328,6 +333,9 @@ def profile(
     backward_accum: Annotated[
         str | None, _option(help="How FP8 products of gradients are added up.", default="accurate", metavar="accurate|fast")
     ] = None,
+    weight_transpose: Annotated[
+        str | None, _option(help="Keep weights' transposed FP8 copies, or make them again.", default="kept", metavar="kept|again")
+    ] = None,
     checkpointing: Annotated[
         str | None, _option(help="Recompute each block in the backward.", default="none", metavar="none|block")
     ] = None,
@@ -336,7 +344,8 @@ def profile(
 ) -> None:
     options = {
         "preset": preset, "batch_size": batch_size, "seq_len": seq_len, "grad_accum": grad_accum, "precision": precision,
-        "backward_accum": backward_accum, "checkpointing": checkpointing, "mode": mode, "device": device,
+        "backward_accum": backward_accum, "weight_transpose": weight_transpose, "checkpointing": checkpointing, "mode": mode,
+        "device": device,
     }  # fmt: skip
     raise typer.Exit(_run_profile(run, options, steps, out))
 

@@ -63,7 +63,9 @@ def build_trainer(settings: Settings, device: torch.device) -> Trainer:
     torch.manual_seed(settings.seed)
     model = Llama(settings.shape, settings.seq_len, checkpoint if settings.checkpointing == "block" else None).to(device)
     if settings.precision == "fp8":
-        recipe = DelayedScaling(backward_fast_accum=settings.backward_accum == "fast")
+        recipe = DelayedScaling(
+            backward_fast_accum=settings.backward_accum == "fast", keep_weight_transpose=settings.weight_transpose == "kept"
+        )
         convert_to_float8_training(model, recipe=recipe, module_filter_fn=is_block_linear)
     return Trainer(
         model,

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from graphrt import kernels
+from graphrt.errors import GraphrtError
 from graphrt.guards import untraced
 from graphrt.kernels import QuantizedTensor
 from graphrt.recipe import FP8_MAX
 from graphrt.recompute import is_reentrant_forward, unseen_by_selective_checkpoints
 from graphrt.region import Context, Mode, RegionRecord, current_context
-from graphrt.saved import take_saved
+from graphrt.saved import is_graph_retained, take_saved
 from graphrt.sinks import deliver
 from graphrt.state import QuantizationState
 
@@ -39,6 +40,7 @@ __all__ = [
     "forget_weights",
     "input_grad",
     "weight_grad",
+    "weight_transposed",
 ]
 
 
@@ -61,6 +63,7 @@ class LinearCall:
     record: RegionRecord | None  # held until the backward has run: that long the forward is in flight
     is_training: bool
     is_differentiable: bool
+    weight_version: int = 0  # of a forward in FP8
 
 
 class WeightKey(NamedTuple):
@@ -203,8 +206,9 @@ class Float8Linear(nn.Linear):
 
     def _quantized_weight(self, weight: Tensor, call: LinearCall, record: RegionRecord) -> QuantizedTensor:
         """The weight in FP8, quantized once a region; an edit in place (a new version) quantizes it anew."""
-        transpose = record.has_gradients or call.is_differentiable
-        key = WeightKey(record.serial, weight._version, weight.data_ptr(), transpose)
+        transpose = call.state.recipe.keep_weight_transpose and (record.has_gradients or call.is_differentiable)
+        call.weight_version = weight._version
+        key = WeightKey(record.serial, call.weight_version, weight.data_ptr(), transpose)
         watch, cache = self.weight_watch, self._weight_cache
         if cache is not None and cache.serves(weight, key, call.is_training):
             if watch is not None:
@@ -287,6 +291,7 @@ class _Linear(torch.autograd.Function):
         )
         ctx.call, ctx.x_shape, ctx.x_dtype, ctx.weight = call, x.shape, x.dtype, weight
         ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.w_t = None  # made by a backward that leaves the graph for another one
         # Not a view in autograd's eyes: those may not be edited in place when they come out of a custom function.
         return y if x.dim() == 2 else torch.ops.aten._unsafe_view.default(y, (*x.shape[:-1], weight.shape[0]))
 
@@ -301,9 +306,15 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         dy = grad_output.reshape(-1, grad_output.shape[-1])
         dx = dw = None
+        if w_t is None and w_scale_inv is not None and (needs_x or is_graph_retained()):
+            # The scales of the forward are there for its first backward only.
+            w_t = weight_transposed(ctx.weight, ctx.call) if ctx.w_t is None else ctx.w_t
+            ctx.w_t = w_t if is_graph_retained() else None
         if needs_x or needs_w:
             q = _quantize_grad_output(dy, ctx.call, transpose=needs_w)
             if needs_x:
+                assert w_t is not None
+                assert w_scale_inv is not None
                 dx = input_grad(q, w_t, w_scale_inv, ctx.x_dtype, ctx.call).view(ctx.x_shape)
             dy_t, dy_scale_inv = q.transposed, q.scale_inv
             del q, w_t
@@ -311,6 +322,22 @@ class _Linear(torch.autograd.Function):
                 dw = deliver(ctx.weight, lambda out: weight_grad(dy_t, dy_scale_inv, x_t, x_scale_inv, ctx.weight.dtype, ctx.call, out))
         db = dy.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
         return dx, dw, db, None, None, None
+
+
+def weight_transposed(weight: Tensor, call: LinearCall) -> Tensor:
+    """The transposed copy of the weight that the forward left out, from the weight and the scale that it had.
+
+    Raises:
+        GraphrtError: the weight has changed since.
+    """
+    if weight._version != call.weight_version:
+        raise GraphrtError(
+            f"A linear's weight [{weight.shape[0]}, {weight.shape[1]}] was changed in place after its forward, and its backward quantizes "
+            "it again. Change it after the backward, or convert with DelayedScaling(keep_weight_transpose=True)."
+        )
+    assert call.record is not None
+    scales, dtype = call.record.scales(call.state), call.state.recipe.fp8_format.forward_dtype
+    return kernels.quantize_transposed(weight.detach(), scales.scale, scales.scale_inv, call.slots.weight, dtype)
 
 
 def input_grad(q: QuantizedTensor, w_t: Tensor, w_scale_inv: Tensor, dtype: torch.dtype, call: LinearCall) -> Tensor:

@@ -27,7 +27,7 @@ from graphrt.trainer import Trainer
 __all__ = ["ProfileJob", "plan_profile", "run_profile"]
 
 #: Options that may differ from what a run was trained with.
-_CHANGEABLE = ("device", "checkpointing", "mode", "backward_accum")
+_CHANGEABLE = ("device", "checkpointing", "mode", "backward_accum", "weight_transpose")
 _MODES = ("graph", "eager")
 _MIN_ATTRIBUTED = 0.99
 

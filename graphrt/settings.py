@@ -22,6 +22,7 @@ class InputError(ValueError):
 CHOICES = {
     "precision": ("fp8", "bf16", "fp32"),
     "backward_accum": ("accurate", "fast"),
+    "weight_transpose": ("kept", "again"),
     "checkpointing": ("none", "block"),
     "mode": ("auto", "graph", "eager"),
     "token_dtype": ("auto", "uint16", "uint32"),
@@ -29,7 +30,7 @@ CHOICES = {
 
 _COUNTS = ("vocab_size", "seq_len", "batch_size", "grad_accum", "steps", "eval_every", "save_every", "slots_every")
 #: What may differ when a run is resumed: none of these changes which batches or which model it trains.
-_CHANGEABLE = ("steps", "eval_every", "save_every", "slots_every", "mode", "device", "checkpointing", "backward_accum")
+_CHANGEABLE = ("steps", "eval_every", "save_every", "slots_every", "mode", "device", "checkpointing", "backward_accum", "weight_transpose")
 _MAX_COUNT = (1 << 31) - 1
 _MAX_SHOWN = 60  # characters of a value that cannot be used
 _TOKEN_MULTIPLE = 16  # of the contraction dimension of an FP8 GEMM
@@ -53,6 +54,7 @@ class Settings:
     seed: int
     precision: str
     backward_accum: str  # of the FP8 products of the gradients
+    weight_transpose: str  # where their transposed FP8 weights come from
     checkpointing: str
     mode: str
     device: str
@@ -99,6 +101,7 @@ def _saved_values(text: str) -> dict[str, Any]:
     if _is_whole(values.get("steps")):
         values.setdefault("slots_every", _slots_every(values["steps"]))  # runs of before there was one
     values.setdefault("backward_accum", "accurate")  # as above
+    values.setdefault("weight_transpose", "kept")
     if values.keys() != {field.name for field in fields(Settings)}:
         raise ValueError("fields are missing or unknown.")
     for field in fields(Settings):
@@ -147,8 +150,8 @@ def make_settings(options: Mapping[str, Any]) -> Settings:
         "preset": name, "text": (), "tokens": None, "token_dtype": "auto", "vocab_size": preset.shape.vocab,
         "seq_len": preset.seq_len, "batch_size": preset.batch_size, "grad_accum": 1, "steps": preset.steps, "lr": preset.lr,
         "warmup": min(100, steps // 10) if is_count else 0, "seed": 0, "precision": "fp8", "backward_accum": "accurate",
-        "checkpointing": "none", "mode": "auto", "device": "auto", "eval_every": max(1, steps // 5) if is_count else 1,
-        "slots_every": _slots_every(steps) if is_count else 1,
+        "weight_transpose": "kept", "checkpointing": "none", "mode": "auto", "device": "auto",
+        "eval_every": max(1, steps // 5) if is_count else 1, "slots_every": _slots_every(steps) if is_count else 1,
     }  # fmt: skip
     values = {**defaults, **given}
     _check_names(values)

@@ -28,7 +28,7 @@ NUM_STEPS, NUM_WARMUP_STEPS, NUM_PROFILED = 20, 8, 3
 POOL = 8
 
 
-def measure(preset_name: str, precision: str, mode: str, backward_accum: str, show_kernels: int) -> dict[str, Any]:
+def measure(preset_name: str, precision: str, mode: str, accum: str, transpose: str, show_kernels: int) -> dict[str, Any]:
     """Time one configuration in this process."""
     import torch
 
@@ -42,7 +42,8 @@ def measure(preset_name: str, precision: str, mode: str, backward_accum: str, sh
             "mode": mode.removeprefix("compile+"),
             "device": "cuda",
             "vocab_size": 32768,
-            "backward_accum": backward_accum,
+            "backward_accum": accum,
+            "weight_transpose": transpose,
         }
     )
     device = torch.device("cuda", 0)
@@ -70,7 +71,7 @@ def measure(preset_name: str, precision: str, mode: str, backward_accum: str, sh
     report = trainer.report()
     row = {
         "preset": preset_name,
-        "side": f"graphrt {precision} {mode}" + (" fast" if backward_accum == "fast" else ""),
+        "side": f"graphrt {precision} {mode}" + (" fast" if accum == "fast" else "") + (" again" if transpose == "again" else ""),
         "ms": round(ms, 3),
         "host_us": round(sorted(host)[NUM_STEPS // 2] * 1e6, 1),
         "tok_s": round(settings.batch_size * settings.seq_len / ms * 1e3),
@@ -98,7 +99,9 @@ def _build(settings: Any, device: Any, *, is_compiled: bool) -> Any:
         torch.manual_seed(settings.seed)
         model: Any = PlainLlama(settings.shape, settings.seq_len)
     if settings.precision == "fp8":
-        recipe = graphrt.DelayedScaling(backward_fast_accum=settings.backward_accum == "fast")
+        recipe = graphrt.DelayedScaling(
+            backward_fast_accum=settings.backward_accum == "fast", keep_weight_transpose=settings.weight_transpose == "kept"
+        )
         graphrt.convert_to_float8_training(model, recipe=recipe, module_filter_fn=is_block_linear)
     for block in model.blocks:
         block.compile()
@@ -179,11 +182,12 @@ def main() -> int:
         "converted and captured (default: %(default)s)",
     )
     parser.add_argument("--backward-accums", default="accurate", help="of FP8 gradient products: accurate, fast (default: %(default)s)")
+    parser.add_argument("--weight-transposes", default="kept", help="FP8 weights' transposed copies: kept, again (default: %(default)s)")
     parser.add_argument("--peers", type=Path, help="script that measures the others")
     parser.add_argument("--peer-modes", default="graph,compile+graph,ao+compile+graph", help="modes to ask it for (default: %(default)s)")
     parser.add_argument("--kernels", type=int, default=0, metavar="N", help="also print the N most expensive kernels")
     parser.add_argument("--out", type=Path, help="write all rows as JSON")
-    parser.add_argument("--one", nargs=4, metavar=("PRESET", "PRECISION", "MODE", "ACCUM"), help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs=5, metavar=("PRESET", "PRECISION", "MODE", "ACCUM", "TRANSPOSE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         print(json.dumps(measure(*args.one, show_kernels=args.kernels)))
@@ -210,11 +214,10 @@ def main() -> int:
 def _measure_all(args: argparse.Namespace) -> Iterator[dict[str, Any] | None]:
     """A row for each side of each preset, as it is measured; None for one that failed."""
     for preset in args.presets.split(","):
-        for precision, mode, accum in product(
-            filter(None, args.precisions.split(",")), args.modes.split(","), args.backward_accums.split(",")
-        ):
-            command = [sys.executable, __file__, "--one", preset, precision, mode, accum, "--kernels", str(args.kernels)]
-            yield _run_process(command, f"{preset} {precision} {mode} {accum}")
+        options = args.precisions, args.modes, args.backward_accums, args.weight_transposes
+        for one in product(*(filter(None, option.split(",")) for option in options)):
+            command = [sys.executable, __file__, "--one", preset, *one, "--kernels", str(args.kernels)]
+            yield _run_process(command, " ".join((preset, *one)))
         for mode in args.peer_modes.split(",") if args.peers else []:
             row = _run_process([sys.executable, str(args.peers), preset, mode], f"{preset} {mode}")
             if row is not None:

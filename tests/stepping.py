@@ -98,6 +98,7 @@ def make_trainer(
     optimizer: OptimizerMaker = adamw,
     loss_fn: Any = token_loss,
     is_fp8: bool = True,
+    recipe: graphrt.DelayedScaling | None = None,
     prepare: Callable[[nn.Module], Any] = lambda model: None,
     seed: int = 0,
     **options: Any,
@@ -107,7 +108,7 @@ def make_trainer(
     net = model() if callable(model) else TokenModel(**(model or {}))
     net = net.to(device, dtype)
     if is_fp8:
-        graphrt.convert_to_float8_training(net, recipe=graphrt.DelayedScaling(amax_history_len=HISTORY))
+        graphrt.convert_to_float8_training(net, recipe=recipe or graphrt.DelayedScaling(amax_history_len=HISTORY))
     prepare(net)
     options = {"max_grad_norm": 1.0, **options}
     trainer = graphrt.Trainer(net, optimizer([p for p in net.parameters() if p.requires_grad]), loss_fn, mode=mode, **options)

@@ -99,13 +99,20 @@ every_layer = pytest.mark.parametrize("layer", LAYERS)
 every_mode = pytest.mark.parametrize("mode", MODES)
 
 
-def make_parts(mode: str, device: torch.device | str = "cpu", linears: tuple[str, ...] = ("qkv", "w13", "w2"), **sizes: Any) -> Parts:
+def make_parts(
+    mode: str,
+    device: torch.device | str = "cpu",
+    linears: tuple[str, ...] = ("qkv", "w13", "w2"),
+    recipe: graphrt.DelayedScaling | None = None,
+    **sizes: Any,
+) -> Parts:
     """Parts whose scales, if they have some, come from a calibrating step of the composition."""
     torch.manual_seed(0)
     parts = Parts(**sizes).to(device)
     if mode == "plain":
         return parts
-    graphrt.convert_to_float8_training(parts, module_filter_fn=lambda _, name: name in linears)
+    recipe = recipe or graphrt.DelayedScaling()
+    graphrt.convert_to_float8_training(parts, recipe=recipe, module_filter_fn=lambda _, name: name in linears)
     width = parts.norm.numel()
     residual, delta = make_inputs(1, torch.float32, device, width)
     with graphrt.fp8_autocast(calibrating=True):

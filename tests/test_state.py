@@ -184,6 +184,7 @@ def test_the_scale_follows_the_recipe(recipe):
         ("amax_compute_algo", "mean"),
         ("reduce_amax", 1),
         ("backward_fast_accum", 1),
+        ("keep_weight_transpose", 0),
     ],
 )
 def test_a_recipe_out_of_range_is_refused_by_field(field, value):
@@ -195,7 +196,12 @@ def test_a_recipe_out_of_range_is_refused_by_field(field, value):
 
 def test_a_recipe_comes_back_from_its_plain_values():
     recipe = graphrt.DelayedScaling(
-        margin=2, fp8_format=graphrt.Format.E4M3, amax_history_len=7, reduce_amax=False, backward_fast_accum=False
+        margin=2,
+        fp8_format=graphrt.Format.E4M3,
+        amax_history_len=7,
+        reduce_amax=False,
+        backward_fast_accum=True,
+        keep_weight_transpose=False,
     )
     assert graphrt.DelayedScaling.from_dict(recipe.to_dict()) == recipe
     assert recipe != RECIPE

@@ -529,8 +529,17 @@ class TestSettings:
         assert trainer.state.recipe.backward_fast_accum is (accum == "fast")
         trainer.close()
 
-    def test_settings_of_before_there_was_a_choice_of_accumulation_load(self, tmp_path):
-        saved = {name: value for name, value in json.loads(make_settings({}).to_json()).items() if name != "backward_accum"}
+    @pytest.mark.parametrize("transpose", ["kept", "again"])
+    def test_where_transposed_weights_come_from_is_the_recipes(self, transpose):
+        settings = make_settings({"preset": "nano", "weight_transpose": transpose, "device": "cpu"})
+        trainer = build_trainer(settings, torch.device("cpu"))
+        assert trainer.state is not None
+        assert trainer.state.recipe.keep_weight_transpose is (transpose == "kept")
+        trainer.close()
+
+    @pytest.mark.parametrize("name", ["backward_accum", "weight_transpose"])
+    def test_settings_of_before_there_was_a_choice_load(self, name, tmp_path):
+        saved = {key: value for key, value in json.loads(make_settings({}).to_json()).items() if key != name}
         assert Settings.from_json(json.dumps(saved), tmp_path / "settings.json") == make_settings({})
 
     def test_what_is_left_out_comes_from_the_preset(self):

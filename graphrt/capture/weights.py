@@ -10,8 +10,8 @@ The first weights are made before the forward, the others beside it ([Note: bran
 chunks that grow: a forward waits once for each chunk, when it comes to the first weight of it.
 
 They are allocated in the graph's pool where the region opens. Of each the copy that the forward multiplies with goes back to
-the pool after its last forward of the step (how many there are the step before tells, also to a warmup step), the transposed one
-after the backward: later activations and gradients take their place.
+the pool after its last forward of the step (how many there are the step before tells, also to a warmup step), the transposed one,
+where the recipe keeps it, after the backward: later activations and gradients take their place.
 
 An edit through ``weight.data`` inside a step, before its forward, moves no version and is not seen; one between steps is
 honoured, as every replay quantizes anew.
@@ -236,7 +236,7 @@ class StepWeights:
 def _training_key(linear: Float8Linear, record: RegionRecord) -> WeightKey | None:
     """The key under which a training forward looks the weight up; None for a weight that is computed anew at each access."""
     weight = _parameter(linear)
-    return None if weight is None else WeightKey(record.serial, weight._version, weight.data_ptr(), True)
+    return None if weight is None else WeightKey(record.serial, weight._version, weight.data_ptr(), _keeps_transpose(linear))
 
 
 def _parameter(linear: Float8Linear) -> Tensor | None:
@@ -251,12 +251,17 @@ def _can_batch(linear: Float8Linear) -> bool:
 
 
 def _allocate(linear: Float8Linear) -> QuantizedTensor:
-    return kernels.allocate(linear.weight.detach(), linear.quantization_state.recipe.fp8_format.forward_dtype, True)
+    dtype = linear.quantization_state.recipe.fp8_format.forward_dtype
+    return kernels.allocate(linear.weight.detach(), dtype, _keeps_transpose(linear))
+
+
+def _keeps_transpose(linear: Float8Linear) -> bool:
+    return linear.quantization_state.recipe.keep_weight_transpose
 
 
 def _entry(linear: Float8Linear) -> QuantizeEntry:
     state = linear.quantization_state
     scales, dtype = state.scales, state.recipe.fp8_format.forward_dtype
     with torch.no_grad():
-        to = QuantizeTo(scales.scale, scales.scale_inv, linear.slots.weight, dtype, state.staging_row, True)
+        to = QuantizeTo(scales.scale, scales.scale_inv, linear.slots.weight, dtype, state.staging_row, _keeps_transpose(linear))
         return QuantizeEntry(linear.weight.detach(), to)

@@ -32,6 +32,7 @@ __all__ = [
     "preload",
     "quantize",
     "quantize_many",
+    "quantize_transposed",
     "record_amax_",
     "scaled_mm",
     "update_scales_",
@@ -76,6 +77,24 @@ def quantize(
         check_out(out, x, dtype, transpose)
     run = launcher.quantize if x.is_cuda else reference.quantize
     return run(x, scale, scale_inv, slot, dtype, amax=amax, transpose=transpose, out=out)
+
+
+def quantize_transposed(x: Tensor, scale: Tensor, scale_inv: Tensor, slot: int, dtype: torch.dtype) -> Tensor:
+    """The transposed copy that :func:`quantize` makes beside the other, alone, to the same bits: [cols, ceil16(rows)].
+
+    Args:
+        x, scale, scale_inv, slot, dtype: as of :func:`quantize`.
+
+    Raises:
+        ValueError: as :func:`quantize`.
+        GraphrtError: the kernels cannot be compiled or loaded for the device.
+    """
+    check_arguments(x, scale, scale_inv, slot, dtype, None)
+    if x.is_cuda:
+        return launcher.quantize_transposed(x, scale, slot, dtype)
+    transposed = reference.quantize(x, scale, scale_inv, slot, dtype, transpose=True).transposed
+    assert transposed is not None
+    return transposed
 
 
 def record_amax_(x: Tensor, amax: Tensor, slot: int) -> None:

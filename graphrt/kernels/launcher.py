@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from graphrt.kernels import device
-from graphrt.kernels.quantized import QuantizedTensor, allocate
+from graphrt.kernels.quantized import QuantizedTensor, allocate, transposed_shape
 
-__all__ = ["quantize", "record_amax_", "update_scales_"]
+__all__ = ["quantize", "quantize_transposed", "record_amax_", "update_scales_"]
 
 # These mirror the constants of quantize.cu and scale_update.cu.
 _THREADS = 256
@@ -67,12 +67,24 @@ def _quantize_rows(x: Tensor, data: Tensor, slot_args: tuple[int, int, int, int]
 
 
 def _quantize_transpose(x: Tensor, data: Tensor, transposed: Tensor, slot_args: tuple[int, int, int, int]) -> None:
+    _launch_tiles(x, data.data_ptr(), transposed, slot_args)
+
+
+def _launch_tiles(x: Tensor, data_address: int, transposed: Tensor, slot_args: tuple[int, int, int, int]) -> None:
     rows, cols = x.shape
-    address, data_address, transposed_address = x.data_ptr(), data.data_ptr(), transposed.data_ptr()
+    address, transposed_address = x.data_ptr(), transposed.data_ptr()
     is_aligned = (address | data_address | transposed_address) % 16 == 0 and cols % _ELEMENTS[x.dtype] == 0
     num_blocks = -(-rows // _TILE_ROWS) * -(-cols // _TILE_COLS)
     args = (address, data_address, transposed_address, *slot_args, rows, cols, int(is_aligned))
-    device.launch(x.get_device(), _TRANSPOSE_KERNELS[x.dtype, data.dtype], num_blocks, _THREADS, args)
+    device.launch(x.get_device(), _TRANSPOSE_KERNELS[x.dtype, transposed.dtype], num_blocks, _THREADS, args)
+
+
+def quantize_transposed(x: Tensor, scale: Tensor, slot: int, dtype: torch.dtype) -> Tensor:
+    """:func:`graphrt.kernels.quantize_transposed` on the GPU: one launch."""
+    transposed = torch.empty(transposed_shape(*x.shape), dtype=dtype, device=x.device)
+    if transposed.numel():
+        _launch_tiles(x.contiguous(), 0, transposed, (scale.data_ptr() + 4 * slot, 0, 0, 0))
+    return transposed
 
 
 def record_amax_(x: Tensor, amax: Tensor, slot: int) -> None:

@@ -53,7 +53,7 @@ __device__ __forceinline__ void store_in_tile(u8* data, i64 row, i64 col, i64 ro
     }
 }
 
-// x -> data, and the transposed tile in `units`; returns the thread's amax.
+// x -> data (if there is one), and the transposed tile in `units`; returns the thread's amax.
 template <typename In, typename Out, bool kIsAligned>
 __device__ __forceinline__ u32 quantize_tile(const Tile& tile, const typename In::Bits* x,
                                              u8* __restrict__ data, const float* scale_in, i64 rows,
@@ -81,7 +81,7 @@ __device__ __forceinline__ u32 quantize_tile(const Tile& tile, const typename In
         for (int r = 0; r < 4; r++) {
             amax = merge_amax<In>(amax, v[g][r]);
             quantize_vector<In, Out>(v[g][r], scale, q[r]);
-            store_in_tile<kWords, kIsAligned>(data, row + r, col + g * kGroupCols, rows, cols, q[r]);
+            if (data != nullptr) store_in_tile<kWords, kIsAligned>(data, row + r, col + g * kGroupCols, rows, cols, q[r]);
             if (row + r >= rows) zero_words<kWords>(q[r]);  // the pad, even under a scale that is not finite
         }
 #pragma unroll
@@ -119,7 +119,7 @@ __device__ __forceinline__ void store_transposed(const Tile& tile, const uint4* 
     }
 }
 
-// Tile `index` of one matrix.
+// Tile `index` of one matrix; either of `data` and `transposed` may be left out, and `scale_inv_out`.
 template <typename In, typename Out>
 __device__ __forceinline__ void quantize_transpose(u32 index, const void* x, void* data, void* transposed,
                                                    const float* scale, const float* scale_inv, float* scale_inv_out,
@@ -134,9 +134,11 @@ __device__ __forceinline__ void quantize_transpose(u32 index, const void* x, voi
         is_aligned ? quantize_tile<In, Out, true>(tile, x_bits, static_cast<u8*>(data), scale, rows, cols, unit_words)
                    : quantize_tile<In, Out, false>(tile, x_bits, static_cast<u8*>(data), scale, rows, cols, unit_words);
     if (amax_out != nullptr) stage_warp_amax(amax, warp_amax);
-    if (index == 0 && threadIdx.x == 0) *scale_inv_out = *scale_inv;
+    if (index == 0 && threadIdx.x == 0 && scale_inv_out != nullptr) *scale_inv_out = *scale_inv;
     __syncthreads();
-    if (is_aligned) {
+    if (transposed == nullptr) {
+        // Nothing leaves shared memory but the amax.
+    } else if (is_aligned) {
         store_transposed<In, true>(tile, units, static_cast<u8*>(transposed), rows, cols);
     } else {
         store_transposed<In, false>(tile, units, static_cast<u8*>(transposed), rows, cols);

@@ -1,7 +1,7 @@
 """Many matrices quantized in one launch, from a table of addresses on the device.
 
-Each gets what one :func:`graphrt.kernels.quantize` with the transposed copy would give it, bit for bit, from the same device
-code; a block takes one tile of one matrix. On a CPU the reference goes through the table in order.
+Each gets what one :func:`graphrt.kernels.quantize` would give it, bit for bit, from the same device code; a block takes one tile
+of one matrix. On a CPU the reference goes through the table in order.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class QuantizeEntry(NamedTuple):
     """One matrix to quantize: the arguments of one :func:`graphrt.kernels.quantize`."""
 
     x: Tensor  # [rows, cols] bf16, fp16 or fp32, contiguous, not empty
-    to: QuantizeTo  # e4m3, with the transposed copy
+    to: QuantizeTo  # e4m3
     out: QuantizedTensor | None = None  # None: given later, by `QuantizeTable.hold`
 
 
@@ -133,7 +133,7 @@ def quantize_many(table: QuantizeTable) -> None:
         return
     for x, to, out in table.entries:
         assert out is not None
-        reference.quantize(x, to.scale, to.scale_inv, to.slot, to.dtype, amax=to.amax, transpose=True, out=out)
+        reference.quantize(x, to.scale, to.scale_inv, to.slot, to.dtype, amax=to.amax, transpose=to.transpose, out=out)
 
 
 def _launch(table: QuantizeTable) -> None:
@@ -146,9 +146,8 @@ def _row(entry: QuantizeEntry) -> tuple[int, ...]:
     """The entry as the struct of quantize.cu."""
     x, to, out = entry
     assert out is not None
-    assert out.transposed is not None
     rows, cols = x.shape
-    matrices = (x.data_ptr(), out.data.data_ptr(), out.transposed.data_ptr())
+    matrices = (x.data_ptr(), out.data.data_ptr(), 0 if out.transposed is None else out.transposed.data_ptr())
     is_aligned = all(address % 16 == 0 for address in matrices) and cols * x.element_size() % 16 == 0
     scales = (to.scale.data_ptr() + 4 * to.slot, to.scale_inv.data_ptr() + 16 * to.slot, out.scale_inv.data_ptr())
     amax = 0 if to.amax is None else to.amax.data_ptr() + 4 * to.slot
@@ -163,11 +162,11 @@ def _check(entries: Sequence[QuantizeEntry]) -> None:
         try:
             check_arguments(x, to.scale, to.scale_inv, to.slot, to.dtype, to.amax)
             if out is not None:
-                check_out(out, x, to.dtype, True)
+                check_out(out, x, to.dtype, to.transpose)
         except ValueError as error:
             raise ValueError(f"Entry {i}: {error}") from error
-        if to.dtype is not torch.float8_e4m3fn or not to.transpose:
-            raise ValueError(f"Entry {i} asks for {to.dtype} with transpose={to.transpose}, expected torch.float8_e4m3fn with both copies.")
+        if to.dtype is not torch.float8_e4m3fn:
+            raise ValueError(f"Entry {i} asks for {to.dtype}, expected torch.float8_e4m3fn.")
         if x.device != expected_device or not x.is_contiguous() or x.numel() == 0:
             raise ValueError(
                 f"Entry {i} has x of shape {list(x.shape)} and strides {list(x.stride())} on {x.device}, "

@@ -14,8 +14,9 @@ from graphrt import kernels
 from graphrt.kernels import QuantizedTensor, QuantizeTo
 from graphrt.kernels.fused import MAX_COLUMNS
 from graphrt.kernels.quantized import INPUT_DTYPES
-from graphrt.linear import Float8Linear, LinearCall, finish_backward, input_grad, weight_grad
+from graphrt.linear import Float8Linear, LinearCall, finish_backward, input_grad, weight_grad, weight_transposed
 from graphrt.owners import working_for
+from graphrt.saved import is_graph_retained
 from graphrt.sinks import deliver
 
 __all__ = ["CalibratingGemm", "Fp8Gemm", "Gemm", "Operand", "PlainGemm", "can_fuse", "gemm_of", "is_fusable"]
@@ -126,6 +127,7 @@ class Fp8Gemm:
         self.linear, self.weight, self.dtype, self._call = linear, linear.weight, dtype, call
         self._quantized: QuantizedTensor | None = weight
         self._input_kept: Tensor | None = None
+        self._transpose_kept: Tensor | None = None
 
     def input_target(self, transpose: bool = True) -> QuantizeTo:
         """Where the kernel that computes the input quantizes it to.
@@ -154,11 +156,11 @@ class Fp8Gemm:
             saved[0] = self._input_kept
             return None
         # The scales of the forward are there for its first backward only.
-        return self.input_target()._replace(amax=None) if is_needed or _is_graph_retained() else None
+        return self.input_target()._replace(amax=None) if is_needed or is_graph_retained() else None
 
     def keep_input(self, saved: list[Any]) -> None:
         """Another backward may come, and ask."""
-        self._input_kept = saved[0] if _is_graph_retained() else None
+        self._input_kept = saved[0] if is_graph_retained() else None
 
     def grad_target(self, transpose: bool = True) -> QuantizeTo:
         """Where the kernel that computes the output gradient quantizes it to."""
@@ -192,10 +194,13 @@ class Fp8Gemm:
 
     def grad_input(self, grad: Operand, saved: list[Any]) -> Tensor:
         """``dy w``; lets go of what ``saved`` holds of the weight."""
-        with working_for(self.linear):
-            product = input_grad(grad, saved[2], saved[3], self.dtype, self._call)
+        w_t, w_scale_inv = saved[2:4]
         saved[2] = None
-        return product
+        with working_for(self.linear):
+            if w_t is None:
+                w_t = weight_transposed(self.weight, self._call) if self._transpose_kept is None else self._transpose_kept
+                self._transpose_kept = w_t if is_graph_retained() else None
+            return input_grad(grad, w_t, w_scale_inv, self.dtype, self._call)
 
     def for_weight_grad(self, grad: QuantizedTensor) -> Operand:
         """All that `weight_grad` reads of the output gradient: not the copy that `grad_input` read."""
@@ -211,11 +216,6 @@ class Fp8Gemm:
     def finish(self) -> None:
         """A quantized backward has run: request the scale update."""
         finish_backward(self._call)
-
-
-def _is_graph_retained() -> bool:
-    """Whether the backward under way leaves its graph for another one."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 Gemm = PlainGemm | Fp8Gemm

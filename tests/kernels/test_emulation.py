@@ -51,6 +51,15 @@ def test_quantize_equals_reference_over_shapes(shape, dtype):
             check_quantize(launcher.quantize, x, fp8, scale_value=SCALES[i], transpose=transpose, has_amax=transpose == bool(i))
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]}x{shape[1]}")
+def test_the_transposed_copy_alone_equals_reference(shape):
+    for dtype in INPUT_DTYPES:
+        for fp8, scale in zip(FP8_DTYPES, SCALES, strict=False):
+            x, scales = make_input(*shape, dtype, seed=2), make_scales(scale)
+            actual = launcher.quantize_transposed(x, scales[0], SLOT, fp8)
+            assert_same_bits(actual, reference.quantize(x, *scales, SLOT, fp8, transpose=True).transposed, "transposed")
+
+
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("dtype", INPUT_DTYPES, ids=str)
 def test_quantize_equals_reference_with_nonfinite_values(scale, dtype):

@@ -19,7 +19,7 @@ VALUES = (1.0, 0.75, 37.3, 1e-3, 2.0**20)
 
 
 class Problem:
-    """Matrices with a slot each, and one without an amax."""
+    """Matrices with a slot each, one without an amax, every fourth without the transposed copy."""
 
     def __init__(self, shapes: list[tuple[int, int]], dtypes: tuple[torch.dtype, ...], device: str = "cpu", offset: int = 0) -> None:
         self.device, num_slots = device, len(shapes)
@@ -41,15 +41,16 @@ class Problem:
         scale, scale_inv, amax = self.tensors
         made = []
         for slot, x in enumerate(self.matrices):
-            out = allocate(x, E4M3, True)
-            made.append(QuantizeEntry(x, QuantizeTo(scale, scale_inv, slot, E4M3, amax if slot != 1 else None), out))
+            transpose = slot % 4 != 3
+            out = allocate(x, E4M3, transpose)
+            made.append(QuantizeEntry(x, QuantizeTo(scale, scale_inv, slot, E4M3, amax if slot != 1 else None, transpose), out))
         return made
 
     def expected(self) -> tuple[list[QuantizedTensor], Tensor]:
         """What one reference call a matrix gives, and the staging row."""
         amax = self.amax.clone()
         results = [
-            reference.quantize(x.cpu(), self.scale, self.scale_inv, slot, E4M3, amax=amax if slot != 1 else None, transpose=True)
+            reference.quantize(x.cpu(), self.scale, self.scale_inv, slot, E4M3, amax=amax if slot != 1 else None, transpose=slot % 4 != 3)
             for slot, x in enumerate(self.matrices)
         ]
         return results, amax
@@ -118,7 +119,7 @@ def test_what_a_table_refuses():
     for entries, message in [
         ([], "entries is empty"),
         ([entry, entry._replace(to=entry.to._replace(dtype=torch.float8_e5m2))], "Entry 1: out.data is"),
-        ([entry._replace(to=entry.to._replace(transpose=False))], "Entry 0 asks for .* with transpose=False"),
+        ([entry._replace(to=entry.to._replace(transpose=False))], "Entry 0: out.transposed is a tensor, but transpose is False"),
         ([entry._replace(to=entry.to._replace(slot=1))], "Entry 0: slot is 1, expected 0 <= slot < 1"),
         ([entry._replace(x=wide[:, :16])], r"Entry 0 has x of shape \[16, 16\] and strides \[32, 1\]"),
         ([entry._replace(x=torch.zeros(16, 16, dtype=torch.float64))], "Entry 0: x has dtype"),
