@@ -231,6 +231,24 @@ def test_two_threads_may_look_at_once(results):
     assert not errors
 
 
+def test_a_look_from_a_signal_handler_does_not_wait_for_the_thread_it_interrupts(results, monkeypatch):
+    result, other = results.read(), results.read()
+    fields = results.fields
+
+    def interrupted(buffer: torch.Tensor) -> dict:
+        monkeypatch.setattr(results, "fields", fields)
+        check(other)
+        check(result)
+        return fields(buffer)
+
+    monkeypatch.setattr(results, "fields", interrupted)
+    looking = threading.Thread(target=lambda: float(result.loss), daemon=True)
+    looking.start()
+    looking.join(timeout=20)
+    assert not looking.is_alive()
+    check(result)
+
+
 def test_a_first_look_in_inference_mode_leaves_tensors_that_can_be_trained_with(results, device):
     result = results.read()
     with torch.inference_mode():

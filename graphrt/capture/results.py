@@ -163,7 +163,8 @@ class _CopiedResult(StepResult):
         with _becoming_plain:  # two threads may look at once
             if "_results" in self.__dict__:
                 self.__dict__.update(self.__dict__["_results"].fields(self.__dict__["_buffer"]))
-                del self.__dict__["_results"], self.__dict__["_buffer"]
+                self.__dict__.pop("_results", None)  # a signal's handler may have looked meanwhile
+                self.__dict__.pop("_buffer", None)
                 object.__setattr__(self, "__class__", StepResult)
 
     def __getattr__(self, name: str) -> Any:
@@ -188,7 +189,8 @@ class _CopiedResult(StepResult):
         return object.__reduce_ex__(self, protocol)
 
 
-_becoming_plain = threading.Lock()
+# Every step takes it, and so does a signal's handler that looks at a result, on the same thread.
+_becoming_plain = threading.RLock()
 
 
 def _move(result: StepResult, buffer: Tensor) -> None:
