@@ -6,6 +6,8 @@ import torch
 from graphrt.capture.cuda_graph import GraphPool, capture, capture_stream
 from graphrt.capture.cuda_rng import RngTrace
 from graphrt.capture.memset_nodes import MAX_BYTES
+from graphrt.kernels import device as kernel_device
+from graphrt.kernels.copy import COPY_KERNEL, Copy, copy_launches
 
 pytestmark = pytest.mark.gpu
 
@@ -74,3 +76,51 @@ def test_a_graph_of_memsets_alone_is_replaced_too():
     assert graph.num_nodes_by_kind == {"kernel": 4}
     graph.close()
     pool.close()
+
+
+def _copy_early(to: torch.Tensor, source: torch.Tensor) -> None:
+    """A kernel of ours that may begin before those ahead of it have ended."""
+    for launch in copy_launches([Copy(to.data_ptr(), source.data_ptr(), source.nbytes)]):
+        kernel_device.launch(source.get_device(), COPY_KERNEL, *launch)
+
+
+@pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("between", ["nothing", "small kernels", "memset", "torch", "fork and join"])
+def test_a_kernel_that_begins_early_sees_all_that_is_ahead_of_it(between, is_captured):
+    large = [torch.zeros(1 << 27, dtype=torch.uint8, device="cuda") for _ in range(4)]
+    small = [torch.zeros(1 << 10, dtype=torch.uint8, device="cuda") for _ in range(4)]
+    side = torch.cuda.Stream()
+    kernel_device.preload()
+
+    def put_between(i: int) -> None:
+        if between == "small kernels":  # each waits, so that what follows them waits for what is ahead of them
+            for _ in range(3):
+                _copy_early(small[i], small[0])
+        elif between == "memset":
+            _memset(small[i], 0, 4, i, 64)
+        elif between == "torch":
+            small[i].add_(1)
+        elif between == "fork and join":
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                _copy_early(small[i], large[i][-(1 << 10) :])
+            _copy_early(small[0], large[i][: 1 << 10])
+            torch.cuda.current_stream().wait_stream(side)
+
+    def body() -> None:
+        for i in range(1, 4):
+            _copy_early(large[i], large[i - 1])
+            put_between(i)
+        _copy_early(large[0], large[3])
+        large[0].add_(1)
+
+    graph, pool = _capture(body) if is_captured else (None, None)
+    for step in range(1, 21):
+        body() if graph is None else graph.replay()
+        assert [int(x.min()) for x in large] == [step, *[step - 1] * 3]
+        assert [int(x.max()) for x in large] == [step, *[step - 1] * 3]
+        if between == "fork and join":
+            assert all(int(x.min()) == int(x.max()) == step - 1 for x in small[1:])
+    if graph is not None:
+        graph.close()
+        pool.close()

@@ -9,10 +9,12 @@ import threading
 import pytest
 import torch
 
+from graphrt.capture import results as results_module
 from graphrt.capture.results import _NUM_PLACES, StaticResults
 from graphrt.kernels.copy import copy_launches, launch_copies
 from graphrt.step import StepResult
 
+move = results_module._move
 EXAMPLE = {"loss": 1.5, "grad_norm": 2.5, "skipped": True}
 
 
@@ -81,7 +83,7 @@ def take_step(results: StaticResults, value: float) -> StepResult:
     results.end_keeping()
     device = results._buffer.device
     metrics = {name: torch.full_like(x, value) for name, x in results.read().clone().metrics.items()}
-    loss, skipped = torch.tensor(value, device=device), torch.tensor(True, device=device)
+    loss, skipped = torch.full((), value, device=device), torch.ones((), dtype=torch.bool, device=device)  # without a sync
     results.write(StepResult(loss, -loss, skipped, metrics))
     return results.read()
 
@@ -120,6 +122,78 @@ def test_any_number_of_results_may_be_kept(results):
         assert bool((result.metrics["logits"] == i).all())
 
 
+def test_a_step_that_fails_before_its_copies_costs_no_result_its_values(results):
+    result = take_step(results, 7.0)
+    results.begin_keeping()
+    if results._kept is not None:
+        results._kept.fill_(255)  # on a GPU the copy would be launched with those of the inputs, which fail
+    kept = [take_step(results, float(i)) for i in range(_NUM_PLACES)]
+    assert result.loss.item() == 7
+    assert bool((result.metrics["logits"] == 7).all())
+    assert [other.loss.item() for other in kept] == list(range(_NUM_PLACES))
+
+
+def test_a_result_that_was_looked_at_is_not_moved_when_its_place_is_needed(results, monkeypatch):
+    moved = []
+    monkeypatch.setattr(results_module, "_move", lambda result, buffer: (moved.append(result), move(result, buffer)))
+    kept = []
+    for i in range(2 * _NUM_PLACES):
+        kept.append(take_step(results, float(i)))
+        if i:
+            float(kept[i - 1].loss)  # one step late
+    assert len(moved) == 2 * _NUM_PLACES - 1, "once each, when the buffer is needed"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [20, 2000])
+def test_a_late_look_from_another_stream_that_waited_for_the_step_alone(size):
+    results, other, step_ended = make_results(size, torch.device("cuda")), torch.cuda.Stream(), torch.cuda.Event()
+    for i in range(10):
+        result = take_step(results, float(i))
+        step_ended.record()
+        torch.cuda._sleep(20_000_000)
+        take_step(results, -1.0)  # copies the result, behind the sleep
+        other.wait_event(step_ended)
+        with torch.cuda.stream(other):
+            loss, logits = result.loss, result.metrics["logits"]
+        torch.cuda.synchronize()
+        assert loss.item() == i
+        assert bool((logits == i).all())
+
+
+@pytest.mark.gpu
+def test_a_place_is_not_used_again_before_another_stream_has_read_it():
+    results, other = make_results(20, torch.device("cuda")), torch.cuda.Stream()
+    result = take_step(results, 7.0)
+    take_step(results, -1.0)
+    with torch.cuda.stream(other):
+        other.wait_stream(torch.cuda.default_stream())
+        torch.cuda._sleep(200_000_000)
+        loss, logits = result.loss, result.metrics["logits"]
+    latest = None
+    for i in range(2 * _NUM_PLACES):
+        latest = take_step(results, float(-i))  # a result that is held gets a place
+    torch.cuda.synchronize()
+    assert latest is not None
+    assert loss.item() == 7
+    assert bool((logits == 7).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [20, 2000])
+def test_a_look_on_the_stream_of_the_step_after_another_has_gone_on(size):
+    results, other = make_results(size, torch.device("cuda")), torch.cuda.Stream()
+    result = take_step(results, 7.0)
+    other.wait_stream(torch.cuda.current_stream())
+    torch.cuda._sleep(50_000_000)
+    loss, logits = result.loss, result.metrics["logits"]
+    with torch.cuda.stream(other):
+        take_step(results, -1.0)
+    torch.cuda.synchronize()
+    assert loss.item() == 7
+    assert bool((logits == 7).all())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [20, 2000])
 def test_a_look_from_another_stream_sees_its_own_step(size):
@@ -155,6 +229,24 @@ def test_two_threads_may_look_at_once(results):
         for thread in threads:
             thread.join()
     assert not errors
+
+
+def test_a_look_from_a_signal_handler_does_not_wait_for_the_thread_it_interrupts(results, monkeypatch):
+    result, other = results.read(), results.read()
+    fields = results.fields
+
+    def interrupted(buffer: torch.Tensor) -> dict:
+        monkeypatch.setattr(results, "fields", fields)
+        check(other)
+        check(result)
+        return fields(buffer)
+
+    monkeypatch.setattr(results, "fields", interrupted)
+    looking = threading.Thread(target=lambda: float(result.loss), daemon=True)
+    looking.start()
+    looking.join(timeout=20)
+    assert not looking.is_alive()
+    check(result)
 
 
 def test_a_first_look_in_inference_mode_leaves_tensors_that_can_be_trained_with(results, device):

@@ -49,8 +49,8 @@ class StaticResults:
         self._num_kept = 0
         self._latest: weakref.ref[StepResult] | None = None  # while the buffer is what it holds
         self._kept: Tensor | None = None  # where that will be
-        self._stream = _stream_of(self._buffer)
-        self._readers: list[Any] = []  # events of other streams that read the buffer
+        self._stream = _current_stream(self._buffer)  # that wrote last: the buffer, or places
+        self._readers: list[Any] = []  # events of other streams that read the buffer or places
 
     def _make_places(self) -> list[Tensor]:
         num_bytes = self._buffer.nbytes
@@ -70,15 +70,17 @@ class StaticResults:
         """What the step under way on the current stream leaves, also after the next one."""
         result = _CopiedResult.of(self, self._buffer)
         self._latest = weakref.ref(result)
-        self._stream = _stream_of(self._buffer)
+        self._note_stream()
         return result
 
     def begin_keeping(self) -> Copy | None:
         """The buffer will be written again: prepare a place for the latest result, if somebody has it and has not looked yet.
 
         Returns:
-            What is to be copied on the current stream before `end_keeping`, if anything.
+            What is to be copied on the current stream before `end_keeping`, if anything. Without an `end_keeping`, as after an
+            error, nothing has happened.
         """
+        self._note_stream()
         latest = None if self._latest is None else self._latest()
         if latest is None or "_buffer" not in latest.__dict__:
             return None
@@ -86,24 +88,40 @@ class StaticResults:
             self._kept = self._buffer.clone()
             return None
         index = self._num_kept % _NUM_PLACES
-        self._num_kept += 1
-        reference = self._owners[index]
-        owner = None if reference is None else reference()
-        if owner is not None:
-            _move(owner, self._places[index].clone())
-        self._owners[index] = self._latest
-        self._kept = self._places[index]
-        if self._kept.is_cuda:
+        self._vacate(index)
+        self._wait_for_readers()
+        self._kept = place = self._places[index]
+        if place.is_cuda:
             return self._copies[index]
-        self._kept.copy_(self._buffer)
+        place.copy_(self._buffer)
         return None
+
+    def _vacate(self, index: int) -> None:
+        """Let the result in a place, if somebody has it and has not looked yet, have memory of its own."""
+        reference, self._owners[index] = self._owners[index], None
+        owner = None if reference is None else reference()
+        if owner is not None and "_buffer" in owner.__dict__:
+            _move(owner, self._places[index].clone())
 
     def end_keeping(self) -> None:
         """From here on the current stream may write the buffer."""
         latest = None if self._latest is None else self._latest()
         if latest is not None and self._kept is not None:
             _move(latest, self._kept)
+            if self._places:
+                self._owners[self._num_kept % _NUM_PLACES] = self._latest
+                self._num_kept += 1
         self._latest = self._kept = None
+        self._wait_for_readers()
+
+    def _note_stream(self) -> None:
+        """The current stream writes from here on, after what was read on the one that wrote before."""
+        if self._stream is not None and _raw_stream_of(self._buffer) != self._stream.cuda_stream:
+            before, self._stream = self._stream, torch.cuda.current_stream(self._buffer.device)
+            self._stream.wait_stream(before)
+
+    def _wait_for_readers(self) -> None:
+        """What the current stream gets from here on runs after what other streams have read."""
         while self._readers:
             torch.cuda.current_stream(self._buffer.device).wait_event(self._readers.pop())
 
@@ -113,14 +131,20 @@ class StaticResults:
         The scalars share one storage and everything else has its own: a loss that is kept keeps nothing large alive, and
         torch.save takes storages of one dtype only.
         """
+        reader = None
+        if self._stream is not None and _raw_stream_of(buffer) != self._stream.cuda_stream:
+            reader = torch.cuda.current_stream(buffer.device)
+            # Who has waited for the step to end has not waited for the copy that was made before the next one.
+            reader.wait_stream(self._stream)
+            buffer.record_stream(reader)
         # Whoever looks first may be in inference mode, whose tensors no training could use.
         with torch.inference_mode(False), torch.no_grad():
             scalars = buffer[: 4 * len(self._scalars)].view(torch.float32).clone().unbind()
             values = dict(zip(self._scalars, scalars, strict=True))
             for name, at, size, dtype, shape in self._layout:
                 values[name] = buffer[at : at + size].view(dtype).view(shape).clone()
-        if buffer is self._buffer and _stream_of(buffer) != self._stream:
-            self._readers.append(torch.cuda.current_stream(buffer.device).record_event())
+        if reader is not None:
+            self._readers.append(reader.record_event())
         metrics = {name: values.pop(f"metrics.{name}") for name in self._metrics}
         return {**values, "metrics": metrics}
 
@@ -139,7 +163,8 @@ class _CopiedResult(StepResult):
         with _becoming_plain:  # two threads may look at once
             if "_results" in self.__dict__:
                 self.__dict__.update(self.__dict__["_results"].fields(self.__dict__["_buffer"]))
-                del self.__dict__["_results"], self.__dict__["_buffer"]
+                self.__dict__.pop("_results", None)  # a signal's handler may have looked meanwhile
+                self.__dict__.pop("_buffer", None)
                 object.__setattr__(self, "__class__", StepResult)
 
     def __getattr__(self, name: str) -> Any:
@@ -164,7 +189,8 @@ class _CopiedResult(StepResult):
         return object.__reduce_ex__(self, protocol)
 
 
-_becoming_plain = threading.Lock()
+# Every step takes it, and so does a signal's handler that looks at a result, on the same thread.
+_becoming_plain = threading.RLock()
 
 
 def _move(result: StepResult, buffer: Tensor) -> None:
@@ -174,8 +200,12 @@ def _move(result: StepResult, buffer: Tensor) -> None:
             result.__dict__["_buffer"] = buffer
 
 
-def _stream_of(buffer: Tensor) -> int:
-    return torch._C._cuda_getCurrentRawStream(buffer.get_device()) if buffer.is_cuda else 0
+def _current_stream(buffer: Tensor) -> torch.cuda.Stream | None:
+    return torch.cuda.current_stream(buffer.device) if buffer.is_cuda else None
+
+
+def _raw_stream_of(buffer: Tensor) -> int:
+    return torch._C._cuda_getCurrentRawStream(buffer.get_device())
 
 
 def _flat(result: StepResult) -> dict[str, Any]:

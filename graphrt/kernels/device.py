@@ -20,6 +20,7 @@ from graphrt.kernels import compiler
 __all__ = ["function", "launch", "preload", "use_context"]
 
 _MIN_CAPABILITY = (8, 9)  # the first GPUs that convert to FP8
+_MIN_WAITING_CAPABILITY = (9, 0)  # the first that have programmatic dependent launch
 _ENTRY_POINT = re.compile(rb"\.text\.(graphrt_\w+)")
 
 
@@ -76,7 +77,8 @@ def launch(index: int, name: str, num_blocks: int, num_threads: int, args: tuple
         num_blocks: blocks in the grid.
         num_threads: threads in a block.
         args: 8 bytes each: addresses and integers as int, the rest as float (double in the kernel).
-        begins_early: lets blocks be placed while the kernel before it on the stream ends; they wait by themselves.
+        begins_early: lets blocks be placed while the kernel before it on the stream ends, where the GPU can; they wait by
+            themselves.
 
     Raises:
         GraphrtError: the kernels cannot be compiled or loaded.
@@ -150,11 +152,12 @@ def _load(index: int) -> _LoadedKernels:
             "Use an Ada, Hopper or later GPU."
         )
     kernels = _load_kernels(index, f"sm_{capability[0]}{capability[1]}")
+    # A kernel that begins early waits by itself for the ones before it: begin_kernel in common.cuh, empty for earlier GPUs.
+    can_wait = capability >= _MIN_WAITING_CAPABILITY
 
     @functools.lru_cache(maxsize=4096)
     def configure(num_blocks: int, num_threads: int, begins_early: bool) -> LaunchConfig:
-        # Each kernel waits for the ones before it by itself: begin_kernel in common.cuh.
-        return LaunchConfig(grid=num_blocks, block=num_threads, programmatic_stream_serialization=begins_early)
+        return LaunchConfig(grid=num_blocks, block=num_threads, programmatic_stream_serialization=begins_early and can_wait)
 
     @functools.lru_cache(maxsize=64)
     def wrap_stream(handle: int) -> Stream:

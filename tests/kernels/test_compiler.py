@@ -8,9 +8,10 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 from graphrt.errors import GraphrtError
-from graphrt.kernels import compiler
+from graphrt.kernels import compiler, device
 from graphrt.kernels.device import entry_points
 
 from .cases import quantize_kernels
@@ -83,6 +84,16 @@ def test_nothing_touches_memory_before_the_kernels_ahead_have_ended(source):
         assert waits, entry.splitlines()[0]
         assert not re.search(r"\b(ld|st|atom|red|prefetch|cp)\.(?!param)", before), entry.splitlines()[0]
         assert not re.search(r"\bld\.global[.\w]*\.nc\b", after), entry.splitlines()[0]
+
+
+@pytest.mark.parametrize(("capability", "is_early"), [((8, 9), False), ((9, 0), True), ((12, 0), True)])
+def test_kernels_begin_early_only_where_they_can_wait(capability, is_early, monkeypatch):
+    pytest.importorskip("cuda.core")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(device, "_load_kernels", lambda index, arch: {})
+    configure = device._load(0).configure
+    assert configure(1, 32, True).programmatic_stream_serialization is is_early
+    assert configure(1, 32, False).programmatic_stream_serialization is False
 
 
 def compile_to_ptx(text: str) -> str:
