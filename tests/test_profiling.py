@@ -255,6 +255,29 @@ def test_what_runs_side_by_side_is_busy_once():
     assert covered([(0, 1), (0, 3), (1, 2), (5, 5), (6, 7)]) == 4
 
 
+def test_what_runs_beside_others_has_a_column_of_its_own_and_no_share(tmp_path):
+    """Two layers in the chain, 30 us and 10; a slow kernel of the first beside them, which is waiting for room most of its time."""
+    chain = [event(0, 30, "a"), event(30, 10, "b")]
+    branch = [replace(event(1, 35, "a", name="graphrt_quantize"), is_beside=True)]
+    path = PathProfile("captured", 1, (chain[0], *branch, chain[1]), step_us=40.0)
+    assert (path.kernel_us, path.beside_us, path.chain_us) == (75, 35, 40)
+    first, second = path.rows(lambda event: (event.place.module,) if event.place else ("",))
+    assert (first.key, first.time_us, first.chain_us, first.beside_us, first.share) == (("a",), 65, 30, 35, 0.75)
+    assert (second.time_us, second.beside_us, second.share) == (10, 0, 0.25)
+    profile = graphrt.StepProfile("a device", path, PathProfile("eager", 1, tuple(chain), 90.0), None)
+    tables = {table.title.removeprefix("captured step "): table for table in profile.tables()}
+    layers = tables["by layer"]
+    assert layers.columns == ("layer", "forward ms", "other ms", "beside ms", "share")
+    assert layers.rows == (("a", "0.030", "-", "0.035", "75.0%"), ("b", "0.010", "-", "-", "25.0%"))
+    kinds = tables["both paths by kind of kernel"]
+    assert kinds.columns == ("kind", "captured ms", "beside ms", "share", "eager ms", "share")
+    assert ("quantize", "-", "0.035", "0.0%", "-", "-") in kinds.rows
+    files = {file.name: file for file in profile.save(tmp_path)}
+    rows = json.loads(files["profile.json"].read_text())["paths"][0]["rows"]
+    assert [(row["module"], row["time_us"], row["beside_us"]) for row in rows] == [("a", 30, 0), ("b", 10, 0), ("a", 35, 35)]
+    assert files["profile.png"].stat().st_size > 0
+
+
 def test_unattributed_events_are_counted_and_listed():
     path = PathProfile("captured", 2, (event(0, 6), event(10, 2, None), event(20, 8, step=1)), step_us=10.0)
     assert path.attributed_share == pytest.approx(14 / 16)

@@ -63,16 +63,24 @@ class Row:
     """Events that share a key; times, counts and costs a step.
 
     Attributes:
-        share: of the time of all kernels.
+        time_us: of all of them, those beside others included.
+        beside_us: of those on the graph's second branch, which wait there for room: what they cost the step is less.
+        share: of the time of all kernels that are not beside others.
         flops, num_bytes: sums over the events where they are known; None if none is.
     """
 
     key: tuple[str, ...]
     time_us: float
+    beside_us: float
     share: float
     num_kernels: float
     flops: float | None
     num_bytes: float | None
+
+    @property
+    def chain_us(self) -> float:
+        """Time of those that are not beside others."""
+        return self.time_us - self.beside_us
 
 
 @dataclass(frozen=True)
@@ -97,6 +105,16 @@ class PathProfile:
     def kernel_us(self) -> float:
         """Time of all kernels of a step, added up; what ran side by side counts twice."""
         return sum(event.duration_us for event in self.events) / self.num_steps
+
+    @cached_property
+    def beside_us(self) -> float:
+        """Of `kernel_us`, what is on the graph's second branch."""
+        return sum(event.duration_us for event in self.events if event.is_beside) / self.num_steps
+
+    @property
+    def chain_us(self) -> float:
+        """Of `kernel_us`, what is not beside others."""
+        return self.kernel_us - self.beside_us
 
     @property
     def span_us(self) -> float:
@@ -139,20 +157,22 @@ class PathProfile:
         return 1.0 - sum(event.duration_us for event in self.unattributed) / total if total else 1.0
 
     def rows(self, key: Callable[[Event], tuple[str, ...]]) -> list[Row]:
-        """Events with the same key as one row, the longest first; every event is in one of them."""
+        """Events with the same key as one row, the longest first, what is beside others last; every event is in one of them."""
         groups: dict[Hashable, list[Event]] = {}
         for event in self.events:
             groups.setdefault(key(event), []).append(event)
-        return sorted((self._row(key(events[0]), events) for events in groups.values()), key=lambda row: -row.time_us)
+        return sorted((self._row(key(events[0]), events) for events in groups.values()), key=lambda row: (-row.chain_us, -row.beside_us))
 
     def _row(self, key: tuple[str, ...], events: Sequence[Event]) -> Row:
         time_us = sum(event.duration_us for event in events) / self.num_steps
+        beside_us = sum(event.duration_us for event in events if event.is_beside) / self.num_steps
         flops = [event.flops for event in events if event.flops is not None]
         num_bytes = [event.num_bytes for event in events if event.num_bytes is not None]
         return Row(
             key,
             time_us,
-            time_us / self.kernel_us if self.kernel_us else 0.0,
+            beside_us,
+            (time_us - beside_us) / self.chain_us if self.chain_us else 0.0,
             len(events) / self.num_steps,
             sum(flops) / self.num_steps if flops else None,
             sum(num_bytes) / self.num_steps if num_bytes else None,

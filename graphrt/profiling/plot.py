@@ -10,6 +10,7 @@ __all__ = ["plot_profile"]
 
 _MAX_LAYERS = 24
 _REST = "(other layers)"
+_PALE = 0.3  # how opaque what runs beside others is
 
 
 def plot_profile(file: Path, paths: Sequence[PathProfile], device: str) -> bool:
@@ -21,6 +22,7 @@ def plot_profile(file: Path, paths: Sequence[PathProfile], device: str) -> bool:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
     except ImportError:
         return False
     layers = _layers(paths)
@@ -33,7 +35,10 @@ def plot_profile(file: Path, paths: Sequence[PathProfile], device: str) -> bool:
     for column, path in enumerate(paths):
         _draw_bars(axes[0][column], path, layers, colors)
         _draw_step(axes[1][column], path, layers, colors)
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=8, fontsize="small")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    if any(path.beside_us for path in paths):
+        handles, labels = [*handles, Patch(facecolor="gray", alpha=_PALE)], [*labels, "pale: beside others"]
+    figure.legend(handles, labels, loc="outside lower center", ncols=8, fontsize="small")
     figure.savefig(file, format="png", dpi=110)
     return True
 
@@ -69,12 +74,15 @@ def _by_work(events: Iterable[Event], layers: Sequence[str]) -> dict[tuple[str, 
 
 def _draw_bars(axes: Any, path: PathProfile, layers: Sequence[str], colors: dict[str, Any]) -> None:
     starts = [0.0] * len(layers)
-    grouped = _by_work(path.events, layers)
-    for work, color in colors.items():
-        widths = [sum(event.duration_us for event in grouped.get((work, row), ())) / path.num_steps / 1e3 for row in range(len(layers))]
-        axes.barh(range(len(layers)), widths, left=starts, color=color, label=work)
-        starts = [start + width for start, width in zip(starts, widths, strict=True)]
-    title = f"{path.path}: {path.kernel_us / 1e3:.2f} ms of kernels in {path.step_us / 1e3:.2f} ms a step, {path.gap_share:.0%} gaps"
+    for is_beside in (False, True) if path.beside_us else (False,):
+        grouped = _by_work((event for event in path.events if event.is_beside is is_beside), layers)
+        for work, color in colors.items():
+            widths = [sum(event.duration_us for event in grouped.get((work, row), ())) / path.num_steps / 1e3 for row in range(len(layers))]
+            look = {"alpha": _PALE} if is_beside else {"label": work}
+            axes.barh(range(len(layers)), widths, left=starts, color=color, **look)
+            starts = [start + width for start, width in zip(starts, widths, strict=True)]
+    beside = f" and {path.beside_us / 1e3:.2f} beside them" if path.beside_us else ""
+    title = f"{path.path}: {path.chain_us / 1e3:.2f} ms of kernels{beside} in {path.step_us / 1e3:.2f} ms a step, {path.gap_share:.0%} gaps"
     axes.set(title=title, xlabel="ms a step, all kernels of the layer")
     _label_rows(axes, layers)
 
@@ -82,9 +90,11 @@ def _draw_bars(axes: Any, path: PathProfile, layers: Sequence[str], colors: dict
 def _draw_step(axes: Any, path: PathProfile, layers: Sequence[str], colors: dict[str, Any]) -> None:
     events = [event for event in path.events if event.step == 0]
     base = events[0].start_us if events else 0.0
-    for (work, row), group in _by_work(events, layers).items():
-        spans = [((event.start_us - base) / 1e3, event.duration_us / 1e3) for event in group]
-        axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=colors[work])
+    for is_beside in (False, True):
+        grouped = _by_work((event for event in events if event.is_beside is is_beside), layers)
+        for (work, row), group in grouped.items():
+            spans = [((event.start_us - base) / 1e3, event.duration_us / 1e3) for event in group]
+            axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=colors[work], alpha=_PALE if is_beside else None)
     axes.set(title=f"{path.path}: one step over time", xlabel="ms")
     _label_rows(axes, layers)
 

@@ -138,27 +138,29 @@ def _short(name: str) -> str:
 def _overview(profile: StepProfile) -> Table:
     rows = tuple(
         (
-            path.path, _ms(path.step_us), _ms(path.span_us), _ms(path.kernel_us), f"{len(path.events) / path.num_steps:,.0f}",
-            f"{path.gap_share:.1%}", f"{path.attributed_share:.2%}",
+            path.path, _ms(path.step_us), _ms(path.span_us), _ms(path.chain_us), _ms_or_none(path.beside_us),
+            f"{len(path.events) / path.num_steps:,.0f}", f"{path.gap_share:.1%}", f"{path.attributed_share:.2%}",
         )
         for path in profile.paths
     )  # fmt: skip
-    columns = ("path", "step ms", "watched ms", "kernels ms", "kernels", "gaps", "attributed")
+    columns = ("path", "step ms", "watched ms", "kernels ms", "beside ms", "kernels", "gaps", "attributed")
     return Table(f"{profile.device}: one step, mean of {profile.eager.num_steps}", columns, rows)
 
 
 def _by_layer(path: PathProfile) -> Table:
-    """A row a layer in the order of the step, a column a direction."""
+    """A row a layer in the order of the step, a column a direction, and one for all that is beside others."""
     rows = {row.key: row for row in path.rows(lambda event: (layer_of(event.place), "" if event.place is None else event.place.direction))}
     layers = list(dict.fromkeys(layer_of(event.place) for event in path.events))
     directions = [name for name in ("forward", "recompute", "backward") if any(name == direction for _, direction in rows)]
     cells = tuple(_layer_cells(layer, [rows.get((layer, direction)) for direction in (*directions, "")]) for layer in layers)
-    return Table(f"{path.path} step by layer", ("layer", *(f"{name} ms" for name in directions), "other ms", "share"), cells)
+    columns = ("layer", *(f"{name} ms" for name in directions), "other ms", "beside ms", "share")
+    return Table(f"{path.path} step by layer", columns, cells)
 
 
 def _layer_cells(layer: str, rows: Sequence[Row | None]) -> tuple[str, ...]:
+    beside_us = sum(row.beside_us for row in rows if row is not None)
     share = sum(row.share for row in rows if row is not None)
-    return (layer, *("-" if row is None else _ms(row.time_us) for row in rows), f"{share:.1%}")
+    return (layer, *("-" if row is None else _ms_or_none(row.chain_us) for row in rows), _ms_or_none(beside_us), f"{share:.1%}")
 
 
 def _table(title: str, path: PathProfile, labels: tuple[str, ...], key: Callable[[Event], tuple[str, ...]]) -> Table:
@@ -166,15 +168,16 @@ def _table(title: str, path: PathProfile, labels: tuple[str, ...], key: Callable
     shown = [_cells(row) for row in rows[:_NUM_ROWS]]
     rest = rows[_NUM_ROWS:]
     if rest:
-        time_us, share = sum(row.time_us for row in rest), sum(row.share for row in rest)
-        count = sum(row.num_kernels for row in rest)
+        times = _ms_or_none(sum(row.chain_us for row in rest)), _ms_or_none(sum(row.beside_us for row in rest))
+        share, count = sum(row.share for row in rest), sum(row.num_kernels for row in rest)
         blank = ("",) * (len(labels) - 1)
-        shown.append((f"({len(rest)} more)", *blank, _ms(time_us), f"{share:.1%}", f"{count:,.0f}", "", ""))
-    return Table(title, (*labels, "ms", "share", "kernels", "GFLOP", "MB"), tuple(shown), len(labels))
+        shown.append((f"({len(rest)} more)", *blank, *times, f"{share:.1%}", f"{count:,.0f}", "", ""))
+    return Table(title, (*labels, "ms", "beside ms", "share", "kernels", "GFLOP", "MB"), tuple(shown), len(labels))
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    return (*row.key, _ms(row.time_us), f"{row.share:.1%}", f"{row.num_kernels:,.0f}", *_costs(row))
+    times = _ms_or_none(row.chain_us), _ms_or_none(row.beside_us)
+    return (*row.key, *times, f"{row.share:.1%}", f"{row.num_kernels:,.0f}", *_costs(row))
 
 
 def _costs(row: Row) -> tuple[str, str]:
@@ -186,10 +189,16 @@ def _compare(title: str, paths: Sequence[PathProfile], label: str, key: Callable
     by_path = [{row.key: row for row in path.rows(key)} for path in paths]
     keys = list(dict.fromkeys(row for rows in by_path for row in rows))
     cells = tuple(
-        (*row, *(cell for rows in by_path for cell in ((_ms(rows[row].time_us), f"{rows[row].share:.1%}") if row in rows else ("-", "-"))))
-        for row in keys
+        (*row, *(cell for path, rows in zip(paths, by_path, strict=True) for cell in _compared(path, rows.get(row)))) for row in keys
     )
-    return Table(title, (label, *(name for path in paths for name in (f"{path.path} ms", "share"))), cells)
+    columns = (name for path in paths for name in (f"{path.path} ms", *(("beside ms",) if path.beside_us else ()), "share"))
+    return Table(title, (label, *columns), cells)
+
+
+def _compared(path: PathProfile, row: Row | None) -> tuple[str, ...]:
+    if row is None:
+        return ("-",) * (3 if path.beside_us else 2)
+    return (_ms_or_none(row.chain_us), *((_ms_or_none(row.beside_us),) if path.beside_us else ()), f"{row.share:.1%}")
 
 
 def _gaps(path: PathProfile) -> list[Table]:
@@ -220,6 +229,10 @@ def _ms(time_us: float) -> str:
     return f"{time_us / 1e3:.3f}"
 
 
+def _ms_or_none(time_us: float) -> str:
+    return _ms(time_us) if time_us else "-"
+
+
 def _path_to_json(path: PathProfile) -> dict[str, Any]:
     return {
         "path": path.path,
@@ -227,6 +240,7 @@ def _path_to_json(path: PathProfile) -> dict[str, Any]:
         "step_us": path.step_us,
         "span_us": path.span_us,
         "kernel_us": path.kernel_us,
+        "beside_us": path.beside_us,
         "busy_us": path.busy_us,
         "num_kernels": len(path.events) / path.num_steps,
         "gap_share": path.gap_share,
@@ -251,8 +265,8 @@ def _row_to_json(row: Row) -> dict[str, Any]:
     phase, direction, module, function, kind, work, kernel, unattributed = row.key
     return {
         "module": module, "direction": direction, "phase": phase, "function": function, "kernel": kernel, "kind": kind, "work": work,
-        "is_attributed": not unattributed, "time_us": row.time_us, "share": row.share, "num_kernels": row.num_kernels,
-        "flops": row.flops, "bytes": row.num_bytes,
+        "is_attributed": not unattributed, "time_us": row.time_us, "beside_us": row.beside_us, "share": row.share,
+        "num_kernels": row.num_kernels, "flops": row.flops, "bytes": row.num_bytes,
     }  # fmt: skip
 
 
