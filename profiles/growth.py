@@ -118,13 +118,13 @@ def run(axes: list[str], device: torch.device, is_quick: bool) -> Iterator[dict[
 
 
 def plot(rows: list[dict[str, Any]], file: Path, title: str) -> None:
-    """A column an axis: step time above, capture seconds and pool memory below."""
+    """A column an axis: step time above, capture seconds and pool memory below; in proportion is a line of slope one."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     axes = list(dict.fromkeys(row["axis"] for row in rows))
     quantities = ("step_ms", "capture_s", "pool_mib")
-    figure = Figure(figsize=(3 * len(axes), 7), layout="constrained")
+    figure = Figure(figsize=(max(6, 3 * len(axes)), 7), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(len(quantities), len(axes), squeeze=False)
     for column, axis in enumerate(axes):
@@ -133,7 +133,8 @@ def plot(rows: list[dict[str, Any]], file: Path, title: str) -> None:
             values = [row["value"] for row in points]
             line[column].plot(values, [row[quantity] for row in points], marker="o")
             line[column].set(xscale="log", xlabel=axis, ylabel=quantity.replace("_", " "))
-            line[column].set_ylim(0, 1.1 * max(row[quantity] for row in points) or 1)
+            if all(row[quantity] > 0 for row in points):
+                line[column].set_yscale("log")
             line[column].set_xticks(values, [str(value) for value in values], minor=False)
             line[column].set_xticks([], minor=True)
             line[column].grid(alpha=0.3)
