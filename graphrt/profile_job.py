@@ -166,6 +166,10 @@ def _batch(split: Split, settings: Settings, device: torch.device, step: int) ->
 
 def _show(profile: StepProfile, console: Console) -> None:
     for table in profile.tables():
+        if not console.is_terminal:
+            # A file has no width to fit into: names stay whole, for whoever searches it.
+            console.print(f"{table}\n", markup=False, highlight=False, soft_wrap=True)
+            continue
         # A table's own title is wrapped to the table's width, however narrow.
         console.print(f"[italic]{escape(table.title)}[/]", highlight=False, soft_wrap=True)
         console.print(_rich(table))

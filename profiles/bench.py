@@ -8,7 +8,8 @@ memory, and from a trace of three more steps the share of their time in which no
 
 The work is the same for all: fp32 master weights, bf16 autocast, the head in bf16, causal attention, cross-entropy over
 all tokens, gradient norm clipped to 1, AdamW, a new batch of random tokens each step. --peers names a script that prints
-one JSON line with ms, tok_s and mem_gib when called as `python PEERS PRESET MODE`.
+one JSON line with ms, tok_s and mem_gib when called as `python PEERS PRESET MODE`, and with `--profile` behind it a table of
+its kernels too, which tells its attention backend; it is called that way with --peers-profile.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from typing import Any
 from graphrt.presets import PRESETS
 from graphrt.profiling.events import covered
 
+ATTENTION_WORDS = ("cudnn", "flash", "fmha", "efficient")  # in names of attention kernels
 NUM_STEPS, NUM_WARMUP_STEPS, NUM_PROFILED = 20, 8, 3
 POOL = 8
 
@@ -131,28 +133,35 @@ def _profile(trainer: Any, batches: list[Any], show_kernels: int) -> dict[str, A
     span_ms = (max(event.time_range.end for event in kernels) - kernels[0].time_range.start) / NUM_PROFILED / 1e3
     if show_kernels:
         print(recorded.key_averages().table(sort_by="cuda_time_total", row_limit=show_kernels, max_name_column_width=80))
-    attention = sorted({name for event in kernels for name in ("cudnn", "flash", "fmha", "efficient") if name in event.name.lower()})
     return {
         "kernel_ms": round(kernel_ms, 3),
         "busy_ms": round(busy_ms, 3),
         "traced_ms": round(span_ms, 3),
         "gap_share": round(1 - busy_ms / span_ms, 4),
         "num_kernels": len(kernels) // NUM_PROFILED,
-        "attention": "+".join(attention) or "?",
+        "attention": attention_of(event.name for event in kernels),
     }
 
 
-def _run_process(command: list[str], label: str) -> dict[str, Any] | None:
+def attention_of(names: Iterable[str]) -> str:
+    """The words of `ATTENTION_WORDS` that kernels' names have, as in "cudnn+flash" (cuDNN's own flash attention)."""
+    text = "\n".join(names).lower()
+    return "+".join(word for word in ATTENTION_WORDS if word in text) or "?"
+
+
+def run_process(command: list[str], label: str, *, is_shown: bool = True) -> dict[str, Any] | None:
+    """The JSON lines that a command prints, as one row; None if it fails. The rest of its output is shown, or only read."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     others = [line for line in done.stdout.splitlines() if not line.startswith("{")]
-    if others:
+    if others and is_shown:
         print("\n".join(others), file=sys.stderr)
     if done.returncode or not lines:
         print(f"{label} failed: {(done.stderr or done.stdout).strip().splitlines()[-1:]}", file=sys.stderr)
         return None
     rows = [json.loads(line) for line in lines]
-    return {key: value for row in rows for key, value in row.items()}
+    told = {"attention": attention_of(others)} if others else {}
+    return {**told, **{key: value for row in rows for key, value in row.items()}}
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:
@@ -184,6 +193,7 @@ def main() -> int:
     parser.add_argument("--backward-accums", default="accurate", help="of FP8 gradient products: accurate, fast (default: %(default)s)")
     parser.add_argument("--weight-transposes", default="kept", help="FP8 weights' transposed copies: kept, again (default: %(default)s)")
     parser.add_argument("--peers", type=Path, help="script that measures the others")
+    parser.add_argument("--peers-profile", action="store_true", help="have it print its kernels too, to name its attention backend")
     parser.add_argument("--peer-modes", default="graph,compile+graph,ao+compile+graph", help="modes to ask it for (default: %(default)s)")
     parser.add_argument("--kernels", type=int, default=0, metavar="N", help="also print the N most expensive kernels")
     parser.add_argument("--out", type=Path, help="write all rows as JSON")
@@ -217,9 +227,10 @@ def _measure_all(args: argparse.Namespace) -> Iterator[dict[str, Any] | None]:
         options = args.precisions, args.modes, args.backward_accums, args.weight_transposes
         for one in product(*(filter(None, option.split(",")) for option in options)):
             command = [sys.executable, __file__, "--one", preset, *one, "--kernels", str(args.kernels)]
-            yield _run_process(command, " ".join((preset, *one)))
+            yield run_process(command, " ".join((preset, *one)))
         for mode in args.peer_modes.split(",") if args.peers else []:
-            row = _run_process([sys.executable, str(args.peers), preset, mode], f"{preset} {mode}")
+            profile = ["--profile"] if args.peers_profile else []
+            row = run_process([sys.executable, str(args.peers), preset, mode, *profile], f"{preset} {mode}", is_shown=False)
             if row is not None:
                 row |= {"preset": preset, "side": mode, "host_us": row.get("host_ms", 0) * 1e3}
             yield row

@@ -1,12 +1,18 @@
 """`graphrt profile`: runs and presets, what it writes, and what it refuses."""
 
+import io
 import json
 
 import pytest
+from rich.console import Console
 
+import graphrt
+from graphrt import profile_job
+from graphrt.capture.attribution import Place
 from graphrt.cli import main
 from graphrt.data import load_default_text
 from graphrt.presets import PRESETS, ModelShape, Preset
+from graphrt.profiling.events import Event, PathProfile
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +37,22 @@ def test_a_preset(capsys, tmp_path):
     assert main(["profile", "--preset", "nano", "--steps", "1", "--device", "cpu", "--checkpointing", "block", "--mode", "eager"]) == 0
     assert "recompute" in capsys.readouterr().out
     assert {file.name for file in folder.iterdir()} == {"profile.json", "trace.json", "profile.png"}  # not the earlier node map
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_names_stay_whole_where_no_terminal_cuts_them(is_terminal):
+    module = "blocks.0." + "inner." * 20 + "end"
+    events = tuple(Event(0, "k", "kernel", 2.0 * i, 1.0, Place("forward", "forward", name)) for i, name in enumerate([module, "[b]"]))
+    profile = graphrt.StepProfile("a device", None, PathProfile("eager", 1, events, 4.0), None)
+    file = io.StringIO()
+    profile_job._show(profile, Console(file=file, force_terminal=is_terminal, width=60, color_system=None))
+    lines = file.getvalue().splitlines()
+    assert any(module in line for line in lines) is not is_terminal
+    assert is_terminal is (max(map(len, lines)) <= 60)
+    assert any("[b]" in line for line in lines)
+    assert [line for line in lines if line.startswith("eager step by")] == [
+        f"eager step by {name}" for name in ("layer", "module", "phase", "kernel")
+    ]
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from test_nsys_report import NODES, Export, replayed
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "profiles"))
 
+import bench
 import host_cost
 import run_ncu
 import run_nsys
@@ -78,6 +79,25 @@ def test_nsys_that_fails_ends_the_script(tool, tmp_path, capsys):
     tool("nsys", exit_code=3)
     assert run_nsys.main(["--out", str(tmp_path / "out")]) == 3
     assert "nsys profile failed with exit code 3" in capsys.readouterr().err
+
+
+PEER = """import sys
+print('{"ms": 1.5, "tok_s": 7}')
+if "--profile" in sys.argv:
+    print("cudnn_generated_fort_native_sdpa_sm90_flash_fprop")
+"""
+
+
+def test_a_peers_attention_is_read_off_its_kernels(tmp_path, capsys):
+    script = tmp_path / "peer.py"
+    script.write_text(PEER)
+    command = [sys.executable, str(script), "micro", "graph"]
+    assert bench.run_process(command, "peer", is_shown=False) == {"ms": 1.5, "tok_s": 7}
+    assert bench.run_process([*command, "--profile"], "peer", is_shown=False) == {"ms": 1.5, "tok_s": 7, "attention": "cudnn+flash"}
+    assert capsys.readouterr().err == ""
+    script.write_text("raise SystemExit('out of memory')")
+    assert bench.run_process(command, "peer") is None
+    assert "peer failed: ['out of memory']" in capsys.readouterr().err
 
 
 def ncu(tmp_path: Path, *options: str) -> int:

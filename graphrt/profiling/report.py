@@ -138,12 +138,12 @@ def _short(name: str) -> str:
 def _overview(profile: StepProfile) -> Table:
     rows = tuple(
         (
-            path.path, _ms(path.step_us), _ms(path.span_us), _ms(path.chain_us), _ms_or_none(path.beside_us),
+            path.path, _ms(path.step_us), _ms(path.span_us), _ms(path.chain_us), *_beside(path.beside_us, *profile.paths),
             f"{len(path.events) / path.num_steps:,.0f}", f"{path.gap_share:.1%}", f"{path.attributed_share:.2%}",
         )
         for path in profile.paths
     )  # fmt: skip
-    columns = ("path", "step ms", "watched ms", "kernels ms", "beside ms", "kernels", "gaps", "attributed")
+    columns = ("path", "step ms", "watched ms", "kernels ms", *_beside_column(*profile.paths), "kernels", "gaps", "attributed")
     return Table(f"{profile.device}: one step, mean of {profile.eager.num_steps}", columns, rows)
 
 
@@ -152,31 +152,31 @@ def _by_layer(path: PathProfile) -> Table:
     rows = {row.key: row for row in path.rows(lambda event: (layer_of(event.place), "" if event.place is None else event.place.direction))}
     layers = list(dict.fromkeys(layer_of(event.place) for event in path.events))
     directions = [name for name in ("forward", "recompute", "backward") if any(name == direction for _, direction in rows)]
-    cells = tuple(_layer_cells(layer, [rows.get((layer, direction)) for direction in (*directions, "")]) for layer in layers)
-    columns = ("layer", *(f"{name} ms" for name in directions), "other ms", "beside ms", "share")
+    cells = tuple(_layer_cells(path, layer, [rows.get((layer, direction)) for direction in (*directions, "")]) for layer in layers)
+    columns = ("layer", *(f"{name} ms" for name in directions), "other ms", *_beside_column(path), "share")
     return Table(f"{path.path} step by layer", columns, cells)
 
 
-def _layer_cells(layer: str, rows: Sequence[Row | None]) -> tuple[str, ...]:
+def _layer_cells(path: PathProfile, layer: str, rows: Sequence[Row | None]) -> tuple[str, ...]:
     beside_us = sum(row.beside_us for row in rows if row is not None)
     share = sum(row.share for row in rows if row is not None)
-    return (layer, *("-" if row is None else _ms_or_none(row.chain_us) for row in rows), _ms_or_none(beside_us), f"{share:.1%}")
+    return (layer, *("-" if row is None else _ms_or_none(row.chain_us) for row in rows), *_beside(beside_us, path), f"{share:.1%}")
 
 
 def _table(title: str, path: PathProfile, labels: tuple[str, ...], key: Callable[[Event], tuple[str, ...]]) -> Table:
     rows = path.rows(key)
-    shown = [_cells(row) for row in rows[:_NUM_ROWS]]
+    shown = [_cells(path, row) for row in rows[:_NUM_ROWS]]
     rest = rows[_NUM_ROWS:]
     if rest:
-        times = _ms_or_none(sum(row.chain_us for row in rest)), _ms_or_none(sum(row.beside_us for row in rest))
+        times = _ms_or_none(sum(row.chain_us for row in rest)), *_beside(sum(row.beside_us for row in rest), path)
         share, count = sum(row.share for row in rest), sum(row.num_kernels for row in rest)
         blank = ("",) * (len(labels) - 1)
         shown.append((f"({len(rest)} more)", *blank, *times, f"{share:.1%}", f"{count:,.0f}", "", ""))
-    return Table(title, (*labels, "ms", "beside ms", "share", "kernels", "GFLOP", "MB"), tuple(shown), len(labels))
+    return Table(title, (*labels, "ms", *_beside_column(path), "share", "kernels", "GFLOP", "MB"), tuple(shown), len(labels))
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    times = _ms_or_none(row.chain_us), _ms_or_none(row.beside_us)
+def _cells(path: PathProfile, row: Row) -> tuple[str, ...]:
+    times = _ms_or_none(row.chain_us), *_beside(row.beside_us, path)
     return (*row.key, *times, f"{row.share:.1%}", f"{row.num_kernels:,.0f}", *_costs(row))
 
 
@@ -191,14 +191,24 @@ def _compare(title: str, paths: Sequence[PathProfile], label: str, key: Callable
     cells = tuple(
         (*row, *(cell for path, rows in zip(paths, by_path, strict=True) for cell in _compared(path, rows.get(row)))) for row in keys
     )
-    columns = (name for path in paths for name in (f"{path.path} ms", *(("beside ms",) if path.beside_us else ()), "share"))
+    columns = (name for path in paths for name in (f"{path.path} ms", *_beside_column(path), "share"))
     return Table(title, (label, *columns), cells)
 
 
 def _compared(path: PathProfile, row: Row | None) -> tuple[str, ...]:
     if row is None:
-        return ("-",) * (3 if path.beside_us else 2)
-    return (_ms_or_none(row.chain_us), *((_ms_or_none(row.beside_us),) if path.beside_us else ()), f"{row.share:.1%}")
+        return ("-", *_beside(0.0, path), "-")
+    return (_ms_or_none(row.chain_us), *_beside(row.beside_us, path), f"{row.share:.1%}")
+
+
+def _beside_column(*paths: PathProfile) -> tuple[str, ...]:
+    """Its name, where anything is beside others."""
+    return ("beside ms",) if any(path.beside_us for path in paths) else ()
+
+
+def _beside(time_us: float, *paths: PathProfile) -> tuple[str, ...]:
+    """What stands in it."""
+    return (_ms_or_none(time_us),) if _beside_column(*paths) else ()
 
 
 def _gaps(path: PathProfile) -> list[Table]:
