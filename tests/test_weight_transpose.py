@@ -9,7 +9,7 @@ from kernels.cases import SCALES, SHAPES, SLOT, assert_same_bits, make_input, ma
 from stepping import HISTORY, TokenModel, deterministic, make_trainer, token_batch, values
 from test_nn import MODES, Parts, fused_block, fused_ffn, fused_qkv, make_inputs, make_parts
 from test_nn import run as run_layer
-from training import assert_same_trajectory, assert_same_values, every_kind, make_batch, make_net, train
+from training import KINDS, assert_same_trajectory, assert_same_values, every_kind, make_batch, make_net, train
 
 import graphrt
 from graphrt import kernels
@@ -53,7 +53,9 @@ def test_linears_train_alike(kind, dtype, device):
 
 @pytest.mark.parametrize("layer", [fused_qkv, fused_ffn, fused_block], ids=["qkv", "ffn", "block"])
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "plain"])
-@every_kind
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if name == "graphrt" else pytest.mark.slow, id=name) for name, kind in KINDS.items()]
+)
 def test_fused_layers_compute_alike(layer, mode, kind, device):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     kept, again = (run_layer(layer, make_parts(mode, device, recipe=recipe), mode, dtype, device, kind) for recipe in (KEPT, AGAIN))

@@ -32,6 +32,9 @@ MAX_SPILLED_BYTES = {"graphrt_swiglu_backward_output": 40}
 
 #: Those with many entry points take the compiler some seconds each.
 SLOW_SOURCES = ("norm", "quantize", "adamw")
+every_source = pytest.mark.parametrize(
+    "source", [pytest.param(name, marks=pytest.mark.slow if name in SLOW_SOURCES else []) for name in compiler.SOURCES]
+)
 
 
 @pytest.fixture
@@ -56,9 +59,7 @@ def resource_usage(log: str) -> dict[str, tuple[int, int]]:
     return usage
 
 
-@pytest.mark.parametrize(
-    "source", [pytest.param(name, marks=pytest.mark.slow if name in SLOW_SOURCES else []) for name in compiler.SOURCES]
-)
+@every_source
 def test_sources_compile_for_sm_90_without_spills(source):
     text = compiler.source_text(source)
     assert "#include" not in text.replace("There is no #include", "")
@@ -74,7 +75,7 @@ def test_sources_compile_for_sm_90_without_spills(source):
         assert num_registers <= limit, name
 
 
-@pytest.mark.parametrize("source", compiler.SOURCES)
+@every_source
 def test_nothing_touches_memory_before_the_kernels_ahead_have_ended(source):
     """Kernels begin early: see begin_kernel in common.cuh."""
     entries = compile_to_ptx(compiler.source_text(source)).split(".visible .entry ")[1:]
