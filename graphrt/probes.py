@@ -116,6 +116,13 @@ def probe_import() -> Outcome:
     return Outcome(WORKS, f"graphrt {graphrt.__version__} imports in {time.perf_counter() - start:.1f} s beyond torch.")
 
 
+def _is_installed(distribution: str) -> bool:
+    try:
+        return bool(importlib.metadata.version(distribution))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
 def probe_compile() -> Outcome:
     """One kernel through NVRTC, past the cache. Needs no driver; the cubin is not loaded here."""
     import torch
@@ -129,7 +136,7 @@ def probe_compile() -> Outcome:
     try:
         cubin, _ = compile_source(source_text("scale_update"), "scale_update", arch)
     except GraphrtError as error:
-        status = BROKEN if torch.cuda.is_available() or importlib.util.find_spec("nvidia.cuda_nvrtc") else ABSENT
+        status = BROKEN if torch.cuda.is_available() or _is_installed("nvidia-cuda-nvrtc") else ABSENT
         return Outcome(status, _one_line(error), "pip install nvidia-cuda-nvrtc")
     return Outcome(
         WORKS, f"NVRTC compiled scale_update.cu for {arch} in {(time.perf_counter() - start) * 1e3:.0f} ms, {len(cubin):,} bytes."

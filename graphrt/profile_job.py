@@ -83,7 +83,8 @@ def _settings_of_run(path: Path, given: Mapping[str, Any]) -> tuple[Settings, Ru
         raise InputError(f"--{fixed.replace('_', '-')} cannot be changed for {path}, a run that has its settings. Leave it out.")
     folder.check_folder(f"Give the folder of a graphrt train run, or one of {', '.join(PRESETS)}.")
     if not folder.settings_file.is_file():
-        raise InputError(f"{path} has no settings.json. Give the folder of a graphrt train run, or one of {', '.join(PRESETS)}.")
+        fact = f"{path} has no settings.json" if path.is_dir() else f"There is no folder {path}"
+        raise InputError(f"{fact}. Give the folder of a graphrt train run, or one of {', '.join(PRESETS)}.")
     settings = folder.read_settings()
     # Checked again: an option of the command line may be one that does not exist.
     checked = make_settings({name: value for name, value in given.items() if value is not None})
@@ -130,7 +131,7 @@ def run_profile(job: ProfileJob, console: Console) -> StepProfile:
     if job.run is not None and job.run.checkpoint_file.is_file():
         saved = job.run.load_checkpoint(settings, corpus.fingerprint())
     console.print(
-        f"Profiling [bold]{settings.preset}[/] ({settings.shape.num_parameters / 1e6:.1f} M parameters) in {settings.precision} on "
+        f"Profiling [bold]{settings.preset}[/] ({settings.shape.num_parameters / 1e6:.1f} M parameters) in {settings.arithmetic} on "
         f"{device}: {job.num_steps} steps of each path, {settings.tokens_per_step:,} tokens a step."
     )
     with build_trainer(settings, device) as trainer:

@@ -42,7 +42,7 @@ class RunReport:
         step: the last step recorded.
         idle_s: since the last step was recorded.
         wall_s: of the whole run, evaluations and resumed parts included, up to its last checkpoint or end.
-        last_loss: mean over the last ten steps.
+        last_loss: mean over the last ten steps, over half of them in a run of fewer than twenty.
         tokens_per_s, step_ms, gap_share: medians over the steps.
         gap_share: share of the device's time that lay between two replays (`graphrt.stepclock`).
         slots: worst first; shares are of one sampled step.
@@ -141,7 +141,7 @@ def collect_report(folder: RunFolder) -> RunReport:
         idle_s=round(max(0.0, time.time() - folder.metrics_file.stat().st_mtime), 1) if rows else None,
         wall_s=summary.get("wall_s"),
         first_loss=losses[0] if losses else None,
-        last_loss=math.fsum(losses[-_NUM_LAST_STEPS:]) / len(losses[-_NUM_LAST_STEPS:]) if losses else None,
+        last_loss=math.fsum(last := losses[-min(_NUM_LAST_STEPS, (len(losses) + 1) // 2) :]) / len(last) if losses else None,
         best_val_loss=best.get("val_loss"),
         best_val_step=best.get("step"),
         last_val_loss=evaluations[-1]["val_loss"] if evaluations else None,
@@ -243,7 +243,7 @@ def _lines(report: RunReport) -> list[tuple[str, str]]:
     lines = [
         ("run", report.path),
         ("state", _state(report)),
-        ("model", f"{settings.preset}, {settings.shape.num_parameters / 1e6:.1f} M parameters, {settings.precision}"),
+        ("model", f"{settings.preset}, {settings.shape.num_parameters / 1e6:.1f} M parameters, {settings.arithmetic}"),
         ("batch", _batch(settings)),
         ("ran on", f"{report.device or '-'}, {report.mode or settings.mode} mode"),
         ("wall time", "-" if report.wall_s is None else f"{report.wall_s:,.0f} s"),

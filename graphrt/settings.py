@@ -68,6 +68,13 @@ class Settings:
         return replace(PRESETS[self.preset].shape, vocab=self.vocab_size)
 
     @property
+    def arithmetic(self) -> str:
+        """The precision, and in brackets what of its FP8 products is not the default."""
+        named = {"accumulating fast": self.backward_accum == "fast", "transposed weights made again": self.weight_transpose == "again"}
+        changed = [name for name, is_changed in named.items() if is_changed and self.precision == "fp8"]
+        return f"{self.precision} ({', '.join(changed)})" if changed else self.precision
+
+    @property
     def tokens_per_step(self) -> int:
         """Number of tokens one optimizer step sees."""
         return self.batch_size * self.seq_len

@@ -125,7 +125,8 @@ def next_commands(settings: Settings, out: Path, device_type: str) -> list[tuple
     """(command, what it is for) to try after this run on a device of that type ("cpu" or "cuda")."""
     reference = "bf16" if device_type == "cuda" else "fp32"  # most CPUs emulate bf16 slowly
     other = reference if settings.precision == "fp8" else "fp8"
-    options = [option for option in options_of(settings) if option[0] != "--precision"]
+    left_out = {"--precision"} if other == "fp8" else {"--precision", "--backward-accum", "--weight-transpose"}
+    options = [option for option in options_of(settings) if option[0] not in left_out]
     options += [("--precision", other), ("--out", f"{out}-{other}")]
     again = " ".join(f"{flag} {shlex.quote(value)}" for flag, value in options)
     train_on = f"train on, with the learning-rate schedule of {2 * settings.steps} steps"

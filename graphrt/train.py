@@ -326,7 +326,7 @@ def _introduce(run: Run, resume: bool) -> None:
     settings = run.settings
     run.console.print(
         f"{'Resuming' if resume else 'Training'} [bold]{settings.preset}[/] ({settings.shape.num_parameters / 1e6:.1f} M parameters) in "
-        f"{settings.precision} on {run.device}: {escape(run.corpus.source)}, {len(run.split.train):,} tokens to train on, "
+        f"{settings.arithmetic} on {run.device}: {escape(run.corpus.source)}, {len(run.split.train):,} tokens to train on, "
         f"{settings.tokens_per_step:,} a step."
     )
     if run.before is not None:

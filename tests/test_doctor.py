@@ -1,6 +1,7 @@
 """`graphrt doctor`: what it finds, and that nothing it finds can stop it."""
 
 import getpass
+import importlib.metadata
 import json
 import os
 import time
@@ -11,6 +12,7 @@ import torch
 
 from graphrt import doctor, probes
 from graphrt.cli import main
+from graphrt.errors import GraphrtError
 from graphrt.probes import ABSENT, BROKEN, PROBES, WORKS, Outcome, run_probes
 
 PROGRAM = """
@@ -63,6 +65,21 @@ class TestOnThisMachine:
             if probe.name in ("device", "capture", "torch.profiler"):
                 assert probe.status == ABSENT
                 assert "no CUDA device" in probe.fact or "without CUDA" in probe.fact or "sees no device" in probe.fact
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+    def test_a_compiler_that_is_not_installed_is_absent(self, monkeypatch):
+        def refuse(*_args, **_options):
+            raise GraphrtError("NVRTC could not be loaded.")
+
+        def refuse_package(name):
+            raise importlib.metadata.PackageNotFoundError(name)
+
+        monkeypatch.setattr("graphrt.kernels.compiler.compile_source", refuse)
+        assert probes.probe_compile().status == BROKEN  # it is installed here
+        monkeypatch.setattr(importlib.metadata.Distribution, "from_name", refuse_package)
+        outcome = probes.probe_compile()
+        assert outcome.status == ABSENT
+        assert "pip install nvidia-cuda-nvrtc" in str(outcome)
 
     @pytest.mark.gpu
     def test_with_a_gpu_all_that_trains_works(self, findings):

@@ -74,7 +74,7 @@ def test_a_run_with_its_checkpoint(capsys, tmp_path):
     [
         (["--steps", "0"], "--steps must be"),
         (["--steps", "many"], "--steps"),
-        (["no-such-run"], "no-such-run has no settings.json"),
+        (["no-such-run"], "There is no folder no-such-run"),
         (["--preset", "huge"], "'huge'"),
         (["nano", "--preset", "tiny"], "nano and --preset tiny are both given"),
         (["nano", "--device", "cuda:77"], "cuda:77"),

@@ -579,6 +579,15 @@ class TestSettings:
         assert main(shlex.split(again)[1:]) == 0
         assert make_settings(given[0]) == replace(settings, precision="fp32")
 
+    def test_what_is_of_fp8_alone_is_not_suggested_for_another_precision(self):
+        settings = make_settings({"backward_accum": "fast", "weight_transpose": "again"})
+        assert settings.arithmetic == "fp8 (accumulating fast, transposed weights made again)"
+        assert next_commands(settings, Path("r"), "cpu")[1][0] == "graphrt train --preset tiny --precision fp32 --out r-fp32"
+        other = replace(settings, precision="bf16")
+        assert other.arithmetic == "bf16"
+        again = next_commands(other, Path("r"), "cpu")[1][0]
+        assert again == "graphrt train --preset tiny --backward-accum fast --weight-transpose again --precision fp8 --out r-fp8"
+
     def test_the_same_run_names_only_what_differs_from_the_preset(self):
         again = next_commands(make_settings({"lr": 1.0, "batch_size": 8}), Path("r"), "cpu")[1][0]
         assert again == "graphrt train --preset tiny --lr 1.0 --precision fp32 --out r-fp32"
