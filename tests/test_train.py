@@ -521,21 +521,20 @@ class TestRefusals:
 
 
 class TestSettings:
-    @pytest.mark.parametrize("accum", ["accurate", "fast"])
-    def test_how_gradients_accumulate_is_the_recipes(self, accum):
-        settings = make_settings({"preset": "nano", "backward_accum": accum, "device": "cpu"})
-        trainer = build_trainer(settings, torch.device("cpu"))
-        assert trainer.state is not None
-        assert trainer.state.recipe.backward_fast_accum is (accum == "fast")
-        trainer.close()
-
-    @pytest.mark.parametrize("transpose", ["kept", "again"])
-    def test_where_transposed_weights_come_from_is_the_recipes(self, transpose):
-        settings = make_settings({"preset": "nano", "weight_transpose": transpose, "device": "cpu"})
-        trainer = build_trainer(settings, torch.device("cpu"))
-        assert trainer.state is not None
-        assert trainer.state.recipe.keep_weight_transpose is (transpose == "kept")
-        trainer.close()
+    @pytest.mark.parametrize(
+        ("name", "value", "field", "expected"),
+        [
+            ("backward_accum", "accurate", "backward_fast_accum", False),
+            ("backward_accum", "fast", "backward_fast_accum", True),
+            ("weight_transpose", "kept", "keep_weight_transpose", True),
+            ("weight_transpose", "again", "keep_weight_transpose", False),
+        ],
+    )
+    def test_how_products_are_computed_is_the_recipes(self, name, value, field, expected):
+        settings = make_settings({"preset": "nano", name: value, "device": "cpu"})
+        with build_trainer(settings, torch.device("cpu")) as trainer:
+            assert trainer.state is not None
+            assert getattr(trainer.state.recipe, field) is expected
 
     @pytest.mark.parametrize("name", ["backward_accum", "weight_transpose"])
     def test_settings_of_before_there_was_a_choice_load(self, name, tmp_path):
