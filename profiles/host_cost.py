@@ -98,7 +98,9 @@ def measure(title: str, shape: ModelShape, batch_shape: tuple[int, int], device:
 
 def _build_trainer(shape: ModelShape, seq_len: int, device: torch.device) -> Trainer:
     torch.manual_seed(0)
-    model = convert_to_float8_training(Llama(shape, seq_len).to(device), module_filter_fn=is_block_linear)
+    with device:  # a large model's random numbers take a GPU no time
+        model = Llama(shape, seq_len)
+    model = convert_to_float8_training(model.to(device), module_filter_fn=is_block_linear)
     dtype = torch.bfloat16 if device.type == "cuda" else None
     return Trainer(model, make_optimizer(model, 1e-4), make_loss_fn(device.type, dtype), mode="graph", max_grad_norm=1.0)
 

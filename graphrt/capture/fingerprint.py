@@ -26,7 +26,6 @@ _END = object()
 
 # Getters that a map calls without a frame of Python each.
 _get_training, _get_requires_grad, _get_grad = map(operator.attrgetter, ("training", "requires_grad", "grad"))
-_get_flag_and_grad = operator.attrgetter("requires_grad", "grad")
 
 
 class _Entry(NamedTuple):
@@ -65,7 +64,8 @@ class Settings:
             CaptureError: names what changed.
         """
         self.check_training()
-        self.check_parameters()
+        self.check_requires_grad()
+        self.check_new_grads()
         self.check_reason_outside()
         self.check_groups()
 
@@ -74,10 +74,13 @@ class Settings:
         if list(map(_get_training, self.flagged)) != self._training:
             self._name_flag(self.modules, self._training, "training")
 
-    def check_parameters(self) -> None:
-        """The parameters' flags, and that those without a gradient still have none."""
+    def check_requires_grad(self) -> None:
+        """The parameters' flags."""
         if list(map(_get_requires_grad, self.trained)) != self._requires_grad:
             self._name_flag(self._parameters, self._requires_grad, "requires_grad")
+
+    def check_new_grads(self) -> None:
+        """That parameters without a gradient still have none."""
         if any(p.grad is not None for _, p in self._without_grad):
             self._name_new_grad()
 
@@ -147,8 +150,7 @@ class Fingerprint:
         self._addresses = list(map(Tensor.data_ptr, self._movable))
         self._with_grad = [p for p in settings.trained if p.grad is not None]
         self._grads = list(map(_get_grad, self._with_grad))
-        # Of each parameter in turn, so that a look at both costs one pass over what is long out of the caches.
-        self._flags_and_grads = list(chain.from_iterable(map(_get_flag_and_grad, settings.trained)))
+        self._all_grads = list(map(_get_grad, settings.trained))
         # Gradients and an optimizer's tensors are told by identity alone: rebinding their data without replacing them is
         # nobody's habit. Should it happen, the graph goes on writing to what is kept here, and not to memory of others.
         by_identity = [*self._grads, *(entry.found for entry in optimizer_entries if isinstance(entry.found, Tensor))]
@@ -184,10 +186,11 @@ class Fingerprint:
         """What no dict tells: addresses, requires_grad, ``.grad``."""
         if list(map(Tensor.data_ptr, self._movable)) != self._addresses:
             self._name_moved()
-        flags_and_grads = chain.from_iterable(map(_get_flag_and_grad, self._settings.trained))
-        if all(map(operator.is_, flags_and_grads, self._flags_and_grads)):
+        # Two short passes cost less than one that makes a pair of each parameter's flag and gradient.
+        self._settings.check_requires_grad()
+        if all(map(operator.is_, map(_get_grad, self._settings.trained), self._all_grads)):
             return
-        self._settings.check_parameters()
+        self._settings.check_new_grads()
         if not all(map(operator.is_, map(_get_grad, self._with_grad), self._grads)):
             self._body.gradients.attach()
 
