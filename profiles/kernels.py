@@ -1,4 +1,4 @@
-"""Bandwidth of the quantize kernels and time of the scale update, measured against copies of the same run.
+"""Bandwidth of quantize, copy and fill kernels and time of the scale update, measured against copies of the same run.
 
 Every case is a CUDA graph of many launches that rotate among buffers larger than the L2 cache together, so reads come
 from memory, as they do in a training step. A time is the median over replays, divided by the launches in the graph.
@@ -18,6 +18,9 @@ from typing import Any
 import torch
 
 from graphrt import kernels
+from graphrt.kernels import device
+from graphrt.kernels.copy import Copy, copy_launches, launch_copies
+from graphrt.kernels.fill import FILL_KERNEL, Fill, fill_launch
 from graphrt.presets import PRESETS
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -165,6 +168,29 @@ def measure_update(num_slots: int, history_len: int, num_replays: int) -> Row:
     return Row("update", f"{num_slots} slots x {history_len} rows", time_us, num_bytes / time_us / 1e6, None, f"<= {TARGET_UPDATE_US} us")
 
 
+def measure_moves(num_replays: int) -> list[Row]:
+    """The copy and the fill kernel: at a size a step has (tokens and labels of 1b; the largest memset replaced), and a large one."""
+    kernels.preload()
+    index = torch.cuda.current_device()
+    rows: list[Row] = []
+    for num_bytes in (1 << 16, 1 << 26):
+        shape = f"{num_bytes >> 10:,} KiB"
+        # A copy takes three ranges a launch; each of these two is read and written.
+        pairs = [torch.zeros(4, num_bytes, dtype=torch.uint8, device="cuda") for _ in range(num_buffers(4 * num_bytes))]
+        copies = [[Copy(x[i].data_ptr(), x[i + 2].data_ptr(), num_bytes) for i in range(2)] for x in pairs]
+        launches: list[Callable[[], object]] = [partial(launch_copies, index, copy_launches(each)) for each in copies]
+        own_us = measure_us(launches, NUM_LAUNCHES, num_replays)
+        copy = measure_copy(4 * num_bytes, f"2 x {shape}", num_replays)
+        rows += [Row("copy of two ranges", copy.shape, own_us, 4 * num_bytes / own_us / 1e6, copy.time_us / own_us, ""), copy]
+        launches = [partial(device.launch, index, FILL_KERNEL, *fill_launch(Fill(x.data_ptr(), 0, 1, num_bytes))) for x in pairs]
+        own_us = measure_us(launches, NUM_LAUNCHES, num_replays)
+        copy = measure_copy(num_bytes, shape, num_replays)
+        rows += [Row("fill", shape, own_us, num_bytes / own_us / 1e6, copy.time_us / own_us, ""), copy]
+        memset_us = measure_us([x[0].zero_ for x in pairs], NUM_LAUNCHES, num_replays)
+        rows.append(Row("torch's zero_", shape, memset_us, num_bytes / memset_us / 1e6, copy.time_us / memset_us, ""))
+    return rows
+
+
 def measure_all(num_replays: int) -> list[Row]:
     """Every case, weights (fp32) last in each width, then all weights of a model."""
     kernels.preload()
@@ -177,7 +203,7 @@ def measure_all(num_replays: int) -> list[Row]:
             rows += [row, copy]
     for preset in ("micro", "1b"):
         rows += measure_weights(preset, num_replays)
-    return [*rows, measure_update(512, 1024, num_replays), measure_update(512, 16, num_replays)]
+    return [*rows, *measure_moves(num_replays), measure_update(512, 1024, num_replays), measure_update(512, 16, num_replays)]
 
 
 def print_table(rows: list[Row]) -> None:
