@@ -409,6 +409,26 @@ def test_a_recapture_takes_changed_hyper_parameters_and_flags_in(device: torch.d
         assert_same_trajectory(run(trainer, token_batches(9), change), expected)
 
 
+def test_an_item_of_a_list_of_hyper_parameters_changed_in_place_is_seen(device: torch.device) -> None:
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+        optimizer.param_groups[0]["betas"] = [0.9, 0.95]  # some releases make a tuple of what the constructor gets
+        return optimizer
+
+    with make_trainer("graph", device, optimizer=make) as trainer:
+        batches = token_batches(5)
+        run(trainer, batches[:4])
+        group, before = trainer.optimizer.param_groups[0], values(trainer)
+        group["betas"][0] = 0.5
+        with pytest.raises(
+            graphrt.CaptureError, match=re.escape("param_groups[0]['betas'] is [0.5, 0.95], but the step was captured with [0.9")
+        ):
+            trainer.step(batches[4])
+        assert_same_values(values(trainer), before)
+        group["betas"][0] = 0.9
+        trainer.step(batches[4])
+
+
 def test_results_kept_in_a_list_stay_what_they_were(device: torch.device) -> None:
     with make_trainer("graph", device) as trainer:
         results = [trainer.step(batch) for batch in token_batches()]

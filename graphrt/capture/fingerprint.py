@@ -55,7 +55,11 @@ class Settings:
         self._requires_grad = list(map(_get_requires_grad, self.trained))
         self._without_grad = [(name, p) for name, p in self._parameters if p.grad is None]
         self.reason_outside = body.optimizer.reason_outside
-        self._groups = [_frozen(group) for group in body.optimizer.optimizer.param_groups]
+        # Lists (betas, say) are kept as they are now: an item of theirs may be replaced in place.
+        self._groups = [
+            {key: list(value) if isinstance(value, list) else value for key, value in _frozen(group).items()}
+            for group in body.optimizer.optimizer.param_groups
+        ]
 
     def check(self) -> None:
         """Raise unless all are as they were.
