@@ -100,7 +100,7 @@ def _build_trainer(shape: ModelShape, seq_len: int, device: torch.device) -> Tra
     torch.manual_seed(0)
     with device:  # a large model's random numbers take a GPU no time
         model = Llama(shape, seq_len)
-    model = convert_to_float8_training(model.to(device), module_filter_fn=is_block_linear)
+    model = convert_to_float8_training(model, module_filter_fn=is_block_linear)
     dtype = torch.bfloat16 if device.type == "cuda" else None
     return Trainer(model, make_optimizer(model, 1e-4), make_loss_fn(device.type, dtype), mode="graph", max_grad_norm=1.0)
 

@@ -169,7 +169,10 @@ def measure_update(num_slots: int, history_len: int, num_replays: int) -> Row:
 
 
 def measure_moves(num_replays: int) -> list[Row]:
-    """The copy and the fill kernel: at a size a step has (tokens and labels of 1b; the largest memset replaced), and a large one."""
+    """The copy and the fill kernel: a large size, and one a step has (tokens and labels of 1b; the largest memset replaced).
+
+    All buffers of the small size are in L2 together, as a step's inputs may be.
+    """
     kernels.preload()
     index = torch.cuda.current_device()
     rows: list[Row] = []
@@ -182,7 +185,10 @@ def measure_moves(num_replays: int) -> list[Row]:
         own_us = measure_us(launches, NUM_LAUNCHES, num_replays)
         copy = measure_copy(4 * num_bytes, f"2 x {shape}", num_replays)
         rows += [Row("copy of two ranges", copy.shape, own_us, 4 * num_bytes / own_us / 1e6, copy.time_us / own_us, ""), copy]
-        launches = [partial(device.launch, index, FILL_KERNEL, *fill_launch(Fill(x.data_ptr(), 0, 1, num_bytes))) for x in pairs]
+        # Where they replace memsets of a graph they do not begin early either.
+        launches = [
+            partial(device.launch, index, FILL_KERNEL, *fill_launch(Fill(x.data_ptr(), 0, 1, num_bytes)), begins_early=False) for x in pairs
+        ]
         own_us = measure_us(launches, NUM_LAUNCHES, num_replays)
         copy = measure_copy(num_bytes, shape, num_replays)
         rows += [Row("fill", shape, own_us, num_bytes / own_us / 1e6, copy.time_us / own_us, ""), copy]

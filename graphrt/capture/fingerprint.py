@@ -152,13 +152,11 @@ class Fingerprint:
         self._watch = DictWatch([*self._dicts, *holders, *map(vars, settings.flagged), *body.optimizer.hooks])
         self._movable = list({id(x): x for x in (*settings.trained, *body.model.buffers())}.values())
         self._addresses = list(map(Tensor.data_ptr, self._movable))
-        self._with_grad = [p for p in settings.trained if p.grad is not None]
-        self._grads = list(map(_get_grad, self._with_grad))
-        self._all_grads = list(map(_get_grad, settings.trained))
+        self._grads = list(map(_get_grad, settings.trained))
         # Gradients and an optimizer's tensors are told by identity alone: rebinding their data without replacing them is
         # nobody's habit. Should it happen, the graph goes on writing to what is kept here, and not to memory of others.
-        by_identity = [*self._grads, *(entry.found for entry in optimizer_entries if isinstance(entry.found, Tensor))]
-        self._kept = [x.untyped_storage() for x in by_identity]
+        by_identity = [*self._grads, *(entry.found for entry in optimizer_entries)]
+        self._kept = [x.untyped_storage() for x in by_identity if isinstance(x, Tensor)]
 
     @property
     def has_optimizer(self) -> bool:
@@ -192,10 +190,8 @@ class Fingerprint:
             self._name_moved()
         # Two short passes cost less than one that makes a pair of each parameter's flag and gradient.
         self._settings.check_requires_grad()
-        if all(map(operator.is_, map(_get_grad, self._settings.trained), self._all_grads)):
-            return
-        self._settings.check_new_grads()
-        if not all(map(operator.is_, map(_get_grad, self._with_grad), self._grads)):
+        if not all(map(operator.is_, map(_get_grad, self._settings.trained), self._grads)):
+            self._settings.check_new_grads()
             self._body.gradients.attach()
 
     def _name_moved(self) -> None:
