@@ -237,7 +237,12 @@ def train(
     ] = None,
     weight_transpose: Annotated[
         str | None,
-        _option(help="Keep weights' transposed FP8 copies, or make them again.", default="kept", metavar="kept|again", panel=_RUNNING),
+        _option(
+            help="Keep weights' transposed FP8 copies, or make them again.",
+            default="the preset's",
+            metavar="kept|again",
+            panel=_RUNNING,
+        ),
     ] = None,
     checkpointing: Annotated[
         str | None, _option(help="Recompute each block in the backward.", default="none", metavar="none|block", panel=_RUNNING)
@@ -334,7 +339,8 @@ def profile(
         str | None, _option(help="How FP8 products of gradients are added up.", default="accurate", metavar="accurate|fast")
     ] = None,
     weight_transpose: Annotated[
-        str | None, _option(help="Keep weights' transposed FP8 copies, or make them again.", default="kept", metavar="kept|again")
+        str | None,
+        _option(help="Keep weights' transposed FP8 copies, or make them again.", default="the preset's", metavar="kept|again"),
     ] = None,
     checkpointing: Annotated[
         str | None, _option(help="Recompute each block in the backward.", default="none", metavar="none|block")

@@ -32,6 +32,7 @@ class Preset:
     steps: int
     lr: float
     about: str
+    weight_transpose: str = "kept"  # "again" where weights take much of the memory
 
     @property
     def tokens_per_step(self) -> int:
@@ -44,5 +45,5 @@ PRESETS: dict[str, Preset] = {
     "micro": Preset(ModelShape(12, 768, 12, 2048, 32768), 512, 1, 1000, 3e-4, "launch-bound: what graphs help most"),
     "125m": Preset(ModelShape(12, 768, 12, 2048, 32768), 1024, 8, 2000, 6e-4, "GPT-2 small's size"),
     "1b": Preset(ModelShape(16, 2048, 32, 5632, 32768), 2048, 4, 2000, 3e-4, "one GPU, FP8 pays off"),
-    "8bslice": Preset(ModelShape(4, 4096, 32, 14336, 32768), 4096, 2, 1000, 2e-4, "four blocks of an 8B model"),
+    "8bslice": Preset(ModelShape(4, 4096, 32, 14336, 32768), 4096, 2, 1000, 2e-4, "four blocks of an 8B model", "again"),
 }

@@ -157,7 +157,7 @@ def make_settings(options: Mapping[str, Any]) -> Settings:
         "preset": name, "text": (), "tokens": None, "token_dtype": "auto", "vocab_size": preset.shape.vocab,
         "seq_len": preset.seq_len, "batch_size": preset.batch_size, "grad_accum": 1, "steps": preset.steps, "lr": preset.lr,
         "warmup": min(100, steps // 10) if is_count else 0, "seed": 0, "precision": "fp8", "backward_accum": "accurate",
-        "weight_transpose": "kept", "checkpointing": "none", "mode": "auto", "device": "auto",
+        "weight_transpose": preset.weight_transpose, "checkpointing": "none", "mode": "auto", "device": "auto",
         "eval_every": max(1, steps // 5) if is_count else 1, "slots_every": _slots_every(steps) if is_count else 1,
     }  # fmt: skip
     values = {**defaults, **given}

@@ -45,7 +45,7 @@ def measure(preset_name: str, precision: str, mode: str, accum: str, transpose: 
             "device": "cuda",
             "vocab_size": 32768,
             "backward_accum": accum,
-            "weight_transpose": transpose,
+            "weight_transpose": None if transpose == "preset" else transpose,
         }
     )
     device = torch.device("cuda", 0)
@@ -73,7 +73,9 @@ def measure(preset_name: str, precision: str, mode: str, accum: str, transpose: 
     report = trainer.report()
     row = {
         "preset": preset_name,
-        "side": f"graphrt {precision} {mode}" + (" fast" if accum == "fast" else "") + (" again" if transpose == "again" else ""),
+        "side": f"graphrt {precision} {mode}"
+        + (" fast" if accum == "fast" else "")
+        + (" again" if settings.weight_transpose == "again" else ""),
         "ms": round(ms, 3),
         "host_us": round(sorted(host)[NUM_STEPS // 2] * 1e6, 1),
         "tok_s": round(settings.batch_size * settings.seq_len / ms * 1e3),
@@ -191,7 +193,11 @@ def main() -> int:
         "converted and captured (default: %(default)s)",
     )
     parser.add_argument("--backward-accums", default="accurate", help="of FP8 gradient products: accurate, fast (default: %(default)s)")
-    parser.add_argument("--weight-transposes", default="kept", help="FP8 weights' transposed copies: kept, again (default: %(default)s)")
+    parser.add_argument(
+        "--weight-transposes",
+        default="preset",
+        help="FP8 weights' transposed copies: preset, kept, again (default: %(default)s, the preset's)",
+    )
     parser.add_argument("--peers", type=Path, help="script that measures the others")
     parser.add_argument("--peers-profile", action="store_true", help="have it print its kernels too, to name its attention backend")
     parser.add_argument("--peer-modes", default="graph,compile+graph,ao+compile+graph", help="modes to ask it for (default: %(default)s)")

@@ -23,7 +23,7 @@ from graphrt.presets import PRESETS
 from graphrt.settings import make_settings
 from graphrt.trainer import Trainer
 
-NUM_ROUNDS, NUM_STEPS, NUM_WARMUP_STEPS = 12, 20, 4
+NUM_STEPS, NUM_WARMUP_STEPS = 20, 4
 NOTHING = 1 << 62  # elements that no model has: no weights go to the branch
 
 #: name: what goes to the branch
@@ -55,7 +55,7 @@ def time_steps(trainer: Trainer, runner: CapturedRunner, batch: Any) -> list[flo
     return [first.elapsed_time(second) for first, second in pairwise(events)]
 
 
-def measure(preset: str) -> None:
+def measure(preset: str, num_rounds: int) -> None:
     """Print a row for each way."""
     settings = make_settings({"preset": preset, "precision": "fp8", "mode": "graph", "device": "cuda", "vocab_size": 32768})
     device = torch.device("cuda", 0)
@@ -66,7 +66,7 @@ def measure(preset: str) -> None:
         batch = {name: torch.randint(PRESETS[preset].shape.vocab, shape, device=device) for name in ("tokens", "labels")}
         runners = {name: capture(trainer, batch, beside) for name, beside in WAYS.items()}
         times: dict[str, list[float]] = defaultdict(list)
-        for _ in range(NUM_ROUNDS):
+        for _ in range(num_rounds):
             for name, runner in runners.items():
                 times[name] += time_steps(trainer, runner, batch)
         for name, runner in runners.items():
@@ -81,6 +81,7 @@ def main() -> int:
     """Run what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("presets", nargs="*", default=["micro"], help="(default: micro)")
+    parser.add_argument("--rounds", type=int, default=12, metavar="N", help=f"of {NUM_STEPS} steps each way (default: %(default)s)")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("branches.py needs an NVIDIA GPU, and there is none.", file=sys.stderr)
@@ -88,7 +89,7 @@ def main() -> int:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print(f"{'preset':8} {'beside':10} {'quartiles of a step, ms':>29}")
     for preset in args.presets:
-        measure(preset)
+        measure(preset, args.rounds)
     return 0
 
 

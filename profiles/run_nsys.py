@@ -24,8 +24,8 @@ of the host and of other libraries' ranges."""
 
 def profile_command(trace: str, report: Path, job: Sequence[str]) -> list[str]:
     """nsys around ``job``; ``trace`` is "node" or "graph"."""
-    options = ["-t", "cuda,nvtx", "-c", "cudaProfilerApi", "--capture-range-end=stop", f"--cuda-graph-trace={trace}"]
-    return ["nsys", "profile", *options, "--force-overwrite=true", "-o", str(report.with_suffix("")), *job]
+    options = ["-t", "cuda,nvtx", "-s", "none", "--cpuctxsw=none", "-c", "cudaProfilerApi", "--capture-range-end=stop"]
+    return ["nsys", "profile", *options, f"--cuda-graph-trace={trace}", "--force-overwrite=true", "-o", str(report.with_suffix("")), *job]
 
 
 def export_command(report: Path) -> list[str]:

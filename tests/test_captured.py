@@ -903,13 +903,21 @@ CHANGES = {
 }
 
 
+#: One of each kind runs in the fast suite.
+FAST_CHANGES = ("eval", "betas", "p.data", "new parameter", "moment", "hook", "scales")
+
+
+def _case(name: str) -> Any:
+    return pytest.param(*CHANGES[name], id=name, marks=[] if name in FAST_CHANGES else pytest.mark.slow)
+
+
 @functools.cache
 def _eager_trajectory(device: torch.device) -> list[dict[str, Tensor]]:
     with make_trainer("eager", device, model={"dropout": 0.2}) as trainer:
         return run(trainer, token_batches(NUM_STEPS))
 
 
-@pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES.keys())
+@pytest.mark.parametrize(("change", "message"), [_case(name) for name in CHANGES])
 def test_a_change_after_the_capture_is_refused_by_name_and_undone_it_works_again(device: torch.device, change: Any, message: str) -> None:
     batches = token_batches(NUM_STEPS)
     expected = _eager_trajectory(device)

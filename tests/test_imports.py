@@ -116,6 +116,7 @@ print(own_s, ",".join(heavy))
 """
 
 
+@pytest.mark.slow
 def test_importing_works_without_a_gpu_and_costs_under_2_s_beyond_torch():
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-W", "error", "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120)

@@ -547,6 +547,12 @@ class TestSettings:
         assert settings.save_every == settings.eval_every == 400
         assert settings.slots_every == 10
 
+    def test_weights_that_take_much_of_the_memory_are_transposed_again(self):
+        assert {name: make_settings({"preset": name}).weight_transpose for name in ("micro", "125m", "1b", "8bslice")} == {
+            "micro": "kept", "125m": "kept", "1b": "kept", "8bslice": "again"
+        }  # fmt: skip
+        assert make_settings({"preset": "8bslice", "weight_transpose": "kept"}).weight_transpose == "kept"
+
     def test_json_gives_them_back(self):
         settings = make_settings({"text": ("a", "b"), "lr": 1e-3})
         assert Settings.from_json(settings.to_json(), Path("s.json")) == settings

@@ -1,5 +1,6 @@
 """The dispatch mode under which a step is recorded, and what a replay does for each operation."""
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -232,8 +233,13 @@ def _host_value(tensor: Tensor) -> Any:
 
 
 def _named(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    yield from zip((argument.name for argument in operation._schema.arguments), args, strict=False)
+    yield from zip(_argument_names(operation), args, strict=False)
     yield from kwargs.items()
+
+
+@functools.cache
+def _argument_names(operation: Any) -> tuple[str, ...]:
+    return tuple(argument.name for argument in operation._schema.arguments)  # the schema makes new objects each time
 
 
 def _flat(result: Any) -> Iterator[Any]:

@@ -1,30 +1,32 @@
 // Rotary position embedding: the pair (x[i], x[i + Dh/2]) of a head is turned by the angle of its position,
 //     first' = first * cos - second * sin,    second' = second * cos + first * sin,
 // in fp32 without contraction, rounded once to bf16; backward turns by the opposite angle. A thread always holds both
-// halves of its pairs, eight of each in a 16-byte vector, so nothing is exchanged.
+// halves of its pairs, eight of each in a 16-byte vector, of one position and four heads: its sixteen cosines and sines
+// are read once for 128 bytes of x. All loads come before the first use.
 //
 // Two shapes of the same work, both limited by memory:
-// - Row-major bf16 (forward in place, backward without FP8): a thread takes one position and the same eight pairs of
-//   four heads, so that its sixteen cosines and sines are read once for 128 bytes of x.
+// - Row-major bf16 (forward in place, backward without FP8): threads lie along a row.
 // - Backward to FP8, row-major and transposed, with the amax: a tile of 64 positions x 16 lanes, a lane being eight
-//   pairs (16 columns) of one head. A thread takes four positions of a lane. A tile's lanes are a few neighbouring lanes
-//   of four heads: heads share the cosines, and reading those for each head would cost the L2 as much as the gradients.
-//   The rest is as in quantize.cu: 4x4 bytes are transposed with byte permutes and leave through shared memory as
-//   16-byte units, 64 contiguous bytes per column.
+//   pairs (16 columns) of one head, four neighbouring lanes of four heads. For the transpose four threads with
+//   neighbouring positions exchange FP8 words, so that each has four rows of one head. The rest is as in quantize.cu: 4x4
+//   bytes are transposed with byte permutes and leave through shared memory as 16-byte units, 64 contiguous bytes per
+//   column.
 //
 // Addresses are 16-byte aligned and strides are multiples of eight elements; the launcher sees to it.
 // common.cuh stands in front of this text.
 
 constexpr int kRopeThreads = 256;
-constexpr int kRopeHeads = 4;                    // heads a thread of the row-major kernels takes, and heads sharing a tile
+constexpr int kRopeHeads = 4;                    // heads a thread takes
 constexpr int kRopeTileRows = 64;
-constexpr int kRopeLanes = 16;
+constexpr int kRopeTogether = 4;                 // neighbouring lanes of a head in a tile
+constexpr int kRopeTileColumns = 8 * kRopeTogether;  // of a half of a head
+constexpr int kRopeLanes = kRopeHeads * kRopeTogether;
 constexpr int kRopeLaneCols = 16;                // eight of the first half of a head, eight of the second
 constexpr int kRopeUnits = kRopeTileRows / 16;   // 16-byte units of one transposed row of a tile
 constexpr int kRopeTileUnits = kRopeLanes * kRopeLaneCols * kRopeUnits;
 
-static_assert(kRopeThreads == kRopeLanes * kRopeTileRows / 4, "a thread takes four positions of a lane");
-static_assert(kRopeLanes % 8 == 0, "a warp takes eight lanes of sixteen positions");
+static_assert(kRopeThreads == kRopeTogether * kRopeTileRows, "a thread takes one position and a lane of each head");
+static_assert(kRopeHeads == 4, "four rows are exchanged for four heads");
 
 // ---- rotation ------------------------------------------------------------------------------------------------------
 
@@ -143,151 +145,124 @@ __device__ __forceinline__ void rotate_rows(const Source& source, const u32* cos
 
 // ---- to FP8, row-major and transposed ------------------------------------------------------------------------------
 
-// A thread's place: eight lanes x four row groups a warp, the four groups being one 16-byte unit of the transpose.
-struct Place {
-    int lane, row_group;
+struct Tile {
+    i64 row;      // its first position, counted through the batch
+    u32 head;     // its first head, counted through q, k and v
+    u32 column;   // its first column in a half of each head
 };
 
-__device__ __forceinline__ Place locate_thread() {
-    constexpr int kWarpsAcross = kRopeLanes / 8;
-    const int warp = (int)threadIdx.x / 32;
-    return Place{(int)threadIdx.x % 8 + warp % kWarpsAcross * 8, (int)threadIdx.x / 8 % 4 + warp / kWarpsAcross * 4};
+__device__ __forceinline__ Tile locate_tile(const Shape& shape) {
+    const u32 blocks_in_head = (shape.half() + kRopeTileColumns - 1) / kRopeTileColumns;
+    const u32 tiles_across = (3 * shape.num_heads + kRopeHeads - 1) / kRopeHeads * blocks_in_head;
+    const u32 down = blockIdx.x / tiles_across, across = blockIdx.x - down * tiles_across;
+    return Tile{(i64)down * kRopeTileRows, across / blocks_in_head * kRopeHeads, across % blocks_in_head * kRopeTileColumns};
 }
 
-// A lane's head (counted through q, k and v) and first column inside it. Lanes are numbered so that `lanes_together`
-// neighbours of a head are followed by the same of the next three heads.
-struct Lane {
-    u32 head, column;
-};
-
-__device__ __forceinline__ Lane locate_lane(u32 lane, u32 lanes_together, const Shape& shape) {
-    const u32 blocks_in_head = shape.head_size / 16 / lanes_together;
-    const u32 inner = lane % lanes_together, block = lane / lanes_together;
-    const u32 head_in_group = block % kRopeHeads, rest = block / kRopeHeads;
-    const u32 head = rest / blocks_in_head * kRopeHeads + head_in_group;
-    return Lane{head, 8 * (rest % blocks_in_head * lanes_together + inner)};
-}
-
-__device__ __forceinline__ u32 count_tiles_across(u32 lanes_together, const Shape& shape) {
-    const u32 num_groups = (3 * shape.num_heads + kRopeHeads - 1) / kRopeHeads;
-    return (num_groups * kRopeHeads * (shape.head_size / 16) + kRopeLanes - 1) / kRopeLanes;
-}
-
-// Place of a 16-byte unit of the transposed tile: XOR with the lane, so that writes (eight lanes, four words of a unit)
-// and reads (eight neighbouring units) touch all 32 banks once.
+// Place of a 16-byte unit of the transposed tile: XOR with the lane, so that reads (eight neighbouring units) touch all 32
+// banks once, and writes touch 16 twice.
 __device__ __forceinline__ int place_unit(int column, int unit) {
     return (column * kRopeUnits + unit) ^ (column / kRopeLaneCols % 8);
 }
 
-// Four positions' gradients of one lane, first and second half.
-struct Pairs {
-    Bytes16 half[2][4];
-    u32 position[4];
-};
-
-__device__ __forceinline__ Pairs load_pairs(const Gradients& gradients, const Lane& lane, i64 row, i64 num_valid,
-                                            const Shape& shape) {
-    Pairs pairs;
-    u32 batch = (u32)row / shape.positions, position = (u32)row % shape.positions;
-#pragma unroll
-    for (int r = 0; r < 4; r++) {
-        pairs.position[r] = position;
-        pairs.half[0][r] = pairs.half[1][r] = zero_vector();
-        if (r < num_valid) {
-            const u16* x = gradients.locate(batch, lane.head, position);
-            pairs.half[0][r] = load_vector<Bf16>(x, lane.column);
-            pairs.half[1][r] = load_vector<Bf16>(x, lane.column + shape.half());
-        }
-        if (++position == shape.positions) {
-            position = 0;
-            batch++;
-        }
-    }
-    return pairs;
+__device__ __forceinline__ u32 exchange(u32 word, int num_rows) {
+    return __shfl_xor_sync(0xffffffffu, word, num_rows * kRopeTogether);
 }
 
-// Quantizes four rows of eight columns: q has two words a row. Rows from num_valid on are the pad: zeros, even under a
-// scale that is not finite.
-template <typename Out>
-__device__ __forceinline__ u32 quantize_four(const Bytes16* v, float scale, i64 num_valid, u32 (*q)[2]) {
-    u32 amax = 0;
+// Four words of each of four neighbouring rows, a thread a row (its last two bits tell which): thread i gets word i of
+// rows 0 to 3. First pairs of words with the thread two rows away, then one word with the neighbour.
+__device__ __forceinline__ void exchange_rows(u32* words, int row) {
+    const bool is_upper = row & 2, is_odd = row & 1;
+    const u32 own[2] = {is_upper ? words[2] : words[0], is_upper ? words[3] : words[1]};
+    const u32 far[2] = {exchange(is_upper ? words[0] : words[2], 2), exchange(is_upper ? words[1] : words[3], 2)};
+    const u32 own_other = exchange(own[!is_odd], 1), far_other = exchange(far[!is_odd], 1);
+    const u32 own_rows[2] = {is_odd ? own_other : own[0], is_odd ? own[1] : own_other};
+    const u32 far_rows[2] = {is_odd ? far_other : far[0], is_odd ? far[1] : far_other};
 #pragma unroll
-    for (int r = 0; r < 4; r++) {
-        amax = merge_amax<Bf16>(amax, v[r]);
-        quantize_vector<Bf16, Out>(v[r], scale, q[r]);
-        if (r >= num_valid) zero_words<2>(q[r]);
+    for (int i = 0; i < 2; i++) {
+        words[i] = is_upper ? far_rows[i] : own_rows[i];
+        words[2 + i] = is_upper ? own_rows[i] : far_rows[i];
     }
-    return amax;
-}
-
-__device__ __forceinline__ void stage_transposed(u32* unit_words, int column, int row_group, const u32 (*q)[2]) {
-    u32 columns[8];
-    transpose_4x8(q, columns);
-#pragma unroll
-    for (int c = 0; c < 8; c++) unit_words[place_unit(column + c, row_group / 4) * 4 + row_group % 4] = columns[c];
 }
 
 // Rows of the transpose leave shared memory. They end at a multiple of 16: a unit lies inside or outside.
-__device__ __forceinline__ void store_staged(const uint4* units, const int* lane_columns, u8* transposed, i64 tile_row,
-                                             i64 rows, u32 half) {
+__device__ __forceinline__ void store_staged(const uint4* units, const Tile& tile, u8* transposed, i64 rows, const Shape& shape) {
     const i64 padded_rows = (rows + 15) / 16 * 16;
 #pragma unroll
     for (int i = 0; i < kRopeTileUnits / kRopeThreads; i++) {
         const int index = i * kRopeThreads + (int)threadIdx.x;
         const int column = index / kRopeUnits, unit = index % kRopeUnits;
-        const int lane_column = lane_columns[column / kRopeLaneCols];
-        const i64 row = tile_row + 16 * unit;
-        if (lane_column < 0 || row >= padded_rows) continue;
-        const i64 out_row = lane_column + column / 8 % 2 * (i64)half + column % 8;
-        const uint4 bytes = units[place_unit(column, unit)];
-        const u32 words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
-        store_words<4>(transposed, out_row * padded_rows + row, words);
+        const int lane = column / kRopeLaneCols;
+        const u32 head = tile.head + lane / kRopeTogether, in_half = tile.column + 8 * (lane % kRopeTogether) + column % 8;
+        const i64 row = tile.row + 16 * unit;
+        if (head >= 3 * shape.num_heads || in_half >= shape.half() || row >= padded_rows) continue;
+        const i64 out_row = (i64)head * shape.head_size + column / 8 % 2 * shape.half() + in_half;
+        *reinterpret_cast<uint4*>(transposed + out_row * padded_rows + row) = units[place_unit(column, unit)];
     }
 }
 
 template <typename Out>
 __device__ __forceinline__ void rotate_tile(const Gradients& gradients, const u32* cos, const u32* sin, u8* data, u8* transposed,
                                             const float* scale_in, const float* scale_inv, float* scale_inv_out,
-                                            int* amax_out, i64 rows, const Shape& shape, u32 lanes_together) {
+                                            int* amax_out, i64 rows, const Shape& shape) {
     __shared__ uint4 units[kRopeTileUnits];  // [column][unit of 16 rows], units placed by XOR
-    __shared__ int lane_columns[kRopeLanes];  // first column of each lane, -1 past the last head
     __shared__ u32 warp_amax[kRopeThreads / 32];
-    const u32 tiles_across = count_tiles_across(lanes_together, shape);
-    const u32 down = blockIdx.x / tiles_across, across = blockIdx.x - down * tiles_across;
-    const Place place = locate_thread();
-    const Lane lane = locate_lane(across * kRopeLanes + place.lane, lanes_together, shape);
-    const bool is_inside = lane.head < 3 * shape.num_heads;
-    const i64 tile_row = (i64)down * kRopeTileRows, row = tile_row + 4 * place.row_group;
-    const i64 num_valid = is_inside ? clamp_count(rows - row, 4) : 0;
+    const Tile tile = locate_tile(shape);
+    const int inner = (int)threadIdx.x % kRopeTogether, tile_row = (int)threadIdx.x / kRopeTogether;
+    const i64 row = tile.row + tile_row;
+    const u32 column = tile.column + 8 * inner, num_heads = 3 * shape.num_heads;
+    const bool is_inside = row < rows && column < shape.half();
+    const u32 batch = (u32)row / shape.positions, position = (u32)row % shape.positions;
 
-    Pairs pairs = load_pairs(gradients, lane, row, num_valid, shape);
+    Bytes16 halves[kRopeHeads][2];
+#pragma unroll
+    for (int j = 0; j < kRopeHeads; j++) {
+        halves[j][0] = halves[j][1] = zero_vector();
+        if (is_inside && tile.head + j < num_heads) {
+            const u16* x = gradients.locate(batch, tile.head + j, position);
+            halves[j][0] = load_vector<Bf16>(x, column);
+            halves[j][1] = load_vector<Bf16>(x, column + shape.half());
+        }
+    }
+    Angles angles = {{zero_vector(), zero_vector()}, {zero_vector(), zero_vector()}};
+    if (is_inside && tile.head < 2 * shape.num_heads) angles = load_angles(cos, sin, (i64)position * shape.half() + column);
     const float scale = *scale_in;
-    const i64 out_column = (i64)lane.head * shape.head_size + lane.column;
-    if (lane.head < 2 * shape.num_heads) {
+    u8* out_row = data + row * shape.columns() + column;
+    u32 amax = 0, q[kRopeHeads][2][2];
 #pragma unroll
-        for (int r = 0; r < 4; r++) {
-            if (r >= num_valid) continue;
-            const Angles angles = load_angles(cos, sin, (i64)pairs.position[r] * shape.half() + lane.column);
-            rotate<true>(angles, pairs.half[0][r], pairs.half[1][r]);
+    for (int j = 0; j < kRopeHeads; j++) {
+        const u32 head = tile.head + j;
+        if (head < 2 * shape.num_heads) rotate<true>(angles, halves[j][0], halves[j][1]);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            amax = merge_amax<Bf16>(amax, halves[j][h]);
+            quantize_vector<Bf16, Out>(halves[j][h], scale, q[j][h]);
+            if (is_inside && head < num_heads) {
+                store_words<2>(out_row, (i64)head * shape.head_size + h * (i64)shape.half(), q[j][h]);
+            } else {
+                zero_words<2>(q[j][h]);  // the pad, even under a scale that is not finite
+            }
         }
     }
-    u32 amax = 0;
+    if (transposed != nullptr) {
+        u32* unit_words = reinterpret_cast<u32*>(units);
+        const int head = tile_row % 4, group = tile_row / 4;  // what this thread stages: four rows of one head
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-        u32 q[4][2];
-        const u32 half_amax = quantize_four<Out>(pairs.half[h], scale, num_valid, q);
-        amax = half_amax > amax ? half_amax : amax;
+        for (int h = 0; h < 2; h++) {
 #pragma unroll
-        for (int r = 0; r < 4; r++) {
-            if (r < num_valid) store_words<2>(data, (row + r) * shape.columns() + out_column + h * (i64)shape.half(), q[r]);
+            for (int w = 0; w < 2; w++) {
+                u32 words[4] = {q[0][h][w], q[1][h][w], q[2][h][w], q[3][h][w]}, columns[4];
+                exchange_rows(words, tile_row);
+                transpose_4x4(words[0], words[1], words[2], words[3], columns);
+                const int first = (head * kRopeTogether + inner) * kRopeLaneCols + 8 * h + 4 * w;
+#pragma unroll
+                for (int c = 0; c < 4; c++) unit_words[place_unit(first + c, group / 4) * 4 + group % 4] = columns[c];
+            }
         }
-        stage_transposed(reinterpret_cast<u32*>(units), place.lane * kRopeLaneCols + 8 * h, place.row_group, q);
     }
-    if (place.row_group == 0) lane_columns[place.lane] = is_inside ? (int)out_column : -1;
     if (amax_out != nullptr) stage_warp_amax(amax, warp_amax);
     copy_scale_inv(scale_inv, scale_inv_out);
     __syncthreads();
-    if (transposed != nullptr) store_staged(units, lane_columns, transposed, tile_row, rows, shape.half());
+    if (transposed != nullptr) store_staged(units, tile, transposed, rows, shape);
     if (amax_out != nullptr) merge_block_amax<kRopeThreads / 32>(warp_amax, amax_out);
 }
 
@@ -319,14 +294,13 @@ extern "C" __global__ void __launch_bounds__(kRopeThreads, 3) graphrt_rope_backw
 }
 
 #define GRAPHRT_ROPE_BACKWARD(name, Out)                                                                             \
-    extern "C" __global__ void __launch_bounds__(kRopeThreads, 3) graphrt_rope_backward_bf16_##name(                 \
+    extern "C" __global__ void __launch_bounds__(kRopeThreads, 4) graphrt_rope_backward_bf16_##name(                 \
         GRAPHRT_ROPE_SOURCES, u8* data, u8* transposed, const float* scale, const float* scale_inv,                  \
-        float* scale_inv_out, int* amax, i64 rows, i64 positions, i64 num_heads, i64 head_size,                      \
-        i64 lanes_together) {                                                                                        \
+        float* scale_inv_out, int* amax, i64 rows, i64 positions, i64 num_heads, i64 head_size) {                    \
         begin_kernel();                                                                                              \
         const Shape shape = {(u32)positions, (u32)num_heads, (u32)head_size};                                        \
-        rotate_tile<Out>(GRAPHRT_ROPE_GRADIENTS, cos, sin, data, transposed, scale, scale_inv, scale_inv_out, amax,      \
-                         rows, shape, (u32)lanes_together);                                                          \
+        rotate_tile<Out>(GRAPHRT_ROPE_GRADIENTS, cos, sin, data, transposed, scale, scale_inv, scale_inv_out, amax,  \
+                         rows, shape);                                                                               \
     }
 
 GRAPHRT_ROPE_BACKWARD(e4m3, E4m3)

@@ -22,7 +22,7 @@ __all__ = ["MAX_HEAD_SIZE", "rope_", "rope_backward"]
 # These mirror the constants of rope.cu.
 _THREADS = 256
 _HEADS = 4
-_TILE_ROWS, _LANES = 64, 16
+_TILE_ROWS, _TILE_COLUMNS = 64, 32  # columns of a half of each head
 
 MAX_HEAD_SIZE = 256
 _PAIRS = 8  # what a 16-byte vector of the first half of a head, and one of the second, hold
@@ -173,7 +173,7 @@ def _launch_quantizing(grad: Tensor, sources: tuple[int, ...], shape: _Shape, to
         0 if to.amax is None else to.amax.data_ptr() + 4 * to.slot,
     )
     outputs = (result.data.data_ptr(), 0 if result.transposed is None else result.transposed.data_ptr())
-    args = (*sources, *outputs, *slot_args, *_sizes(shape), _lanes_together(shape.head_size))
+    args = (*sources, *outputs, *slot_args, *_sizes(shape))
     device.launch(grad.get_device(), _BACKWARD_KERNELS[to.dtype], _num_tiles(shape), _THREADS, args)
     return result
 
@@ -194,15 +194,7 @@ def _num_flat_blocks(shape: _Shape, num_parts: int) -> int:
 
 
 def _num_tiles(shape: _Shape) -> int:
-    num_groups = -(-3 * shape.num_heads // _HEADS)
-    num_lanes = num_groups * _HEADS * (shape.head_size // 2 // _PAIRS)
-    return -(-shape.rows // _TILE_ROWS) * -(-num_lanes // _LANES)
-
-
-def _lanes_together(head_size: int) -> int:
-    """Neighbouring lanes of one head in a tile: four are 64 bytes of a source row and a 32-byte sector of an FP8 row."""
-    num_lanes = head_size // 2 // _PAIRS
-    return 4 if num_lanes % 4 == 0 else num_lanes
+    return -(-shape.rows // _TILE_ROWS) * -(-3 * shape.num_heads // _HEADS) * -(-(shape.head_size // 2) // _TILE_COLUMNS)
 
 
 def _vectorizable(grad: Tensor) -> Tensor:

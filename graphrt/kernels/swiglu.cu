@@ -211,7 +211,7 @@ __device__ __forceinline__ void swiglu_backward(const u16* h, const u16* grad_ou
         swiglu_backward<Out, false>(h, grad_out, data, transposed, scale, scale_inv, scale_inv_out, amax, nullptr,   \
                                     nullptr, rows, features);                                                        \
     }                                                                                                                \
-    extern "C" __global__ void __launch_bounds__(kThreads, 2) graphrt_swiglu_backward_output_##name(                 \
+    extern "C" __global__ void __launch_bounds__(kThreads, 3) graphrt_swiglu_backward_output_##name(                 \
         const u16* h, const u16* grad_out, void* data, u8* transposed, const float* scale, const float* scale_inv,   \
         float* scale_inv_out, int* amax, u8* output_transposed, const float* output_scale, i64 rows, i64 features) { \
         begin_kernel();                                                                                              \

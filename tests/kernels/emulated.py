@@ -7,6 +7,8 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from graphrt.kernels import compiler
 
 EMULATION = Path(__file__).parent / "emulation"
@@ -14,6 +16,9 @@ Launch = Callable[..., None]
 
 #: Every argument of a kernel takes 8 bytes.
 _CTYPES = {int: ctypes.c_longlong, float: ctypes.c_double}
+
+#: Threads run in order and in reverse: a missing barrier shows in one of them.
+ORDERS = [pytest.param(False, id="forward"), pytest.param(True, id="reverse", marks=pytest.mark.slow)]
 
 
 def is_available() -> bool:

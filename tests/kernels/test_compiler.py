@@ -31,7 +31,7 @@ DEFAULT_MAX_REGISTERS = 96
 MAX_SPILLED_BYTES = {"graphrt_swiglu_backward_output": 40}
 
 #: Those with many entry points take the compiler some seconds each.
-SLOW_SOURCES = ("norm", "quantize", "adamw")
+SLOW_SOURCES = ("norm", "quantize", "adamw", "swiglu", "rope", "embedding")
 every_source = pytest.mark.parametrize(
     "source", [pytest.param(name, marks=pytest.mark.slow if name in SLOW_SOURCES else []) for name in compiler.SOURCES]
 )

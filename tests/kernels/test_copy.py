@@ -20,7 +20,7 @@ def library(tmp_path_factory):
 
 
 @pytest.mark.skipif(not emulated.is_available(), reason="g++ is not installed")
-@pytest.mark.parametrize("is_reversed", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("is_reversed", emulated.ORDERS)
 @pytest.mark.parametrize("num_copies", [1, 2, 3, 4])
 @pytest.mark.parametrize("offsets", [(0, 0), (0, 8), (3, 0), (5, 5)], ids=str)
 @pytest.mark.parametrize("size", SIZES)

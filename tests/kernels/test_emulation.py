@@ -35,7 +35,7 @@ def libraries(tmp_path_factory):
     return [emulated.build(source, folder) for source in ("quantize", "scale_update")]
 
 
-@pytest.fixture(autouse=True, params=[False, True], ids=["forward", "reverse"])
+@pytest.fixture(autouse=True, params=emulated.ORDERS)
 def emulate(request, monkeypatch, libraries):
     """Threads run in order and in reverse: a missing barrier shows in one of them."""
     monkeypatch.setattr(device, "launch", emulated.make_launch(libraries, is_reversed=request.param))

@@ -18,7 +18,7 @@ def library(tmp_path_factory):
     return emulated.build("fill", tmp_path_factory.mktemp("emulation"))
 
 
-@pytest.mark.parametrize("is_reversed", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("is_reversed", emulated.ORDERS)
 @pytest.mark.parametrize(("element_size", "value"), [(1, 0xAB), (1, 0x1FF), (2, 0xBEEF), (4, 0xDEADBEEF), (4, 0)])
 @pytest.mark.parametrize("num_elements", [1, 2, 3, 5, 16, 31, 1025, 4096, 9001])
 def test_fill_writes_every_element_and_nothing_else(library, num_elements, element_size, value, is_reversed):

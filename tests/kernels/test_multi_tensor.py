@@ -375,7 +375,7 @@ def libraries(tmp_path_factory):
     return [emulated.build(source, folder) for source in ("grad_norm", "adamw")]
 
 
-@pytest.fixture(params=[False, True], ids=["forward", "reverse"])
+@pytest.fixture(params=emulated.ORDERS)
 def emulate(request, monkeypatch, libraries):
     """Threads run in order and in reverse: a missing barrier shows in one of them."""
     monkeypatch.setattr(kernel_device, "launch", emulated.make_launch(libraries, is_reversed=request.param))

@@ -238,7 +238,7 @@ def library(tmp_path_factory):
     return emulated.build("norm", tmp_path_factory.mktemp("norm"))
 
 
-@pytest.fixture(params=[False, True], ids=["forward", "reverse"])
+@pytest.fixture(params=emulated.ORDERS)
 def emulate(request, monkeypatch, library):
     """Threads run in order and in reverse: a missing barrier shows in one of them."""
     monkeypatch.setattr(device, "launch", emulated.make_launch([library], is_reversed=request.param))

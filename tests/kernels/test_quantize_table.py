@@ -69,7 +69,7 @@ def library(tmp_path_factory: pytest.TempPathFactory):
     return emulated.build("quantize", tmp_path_factory.mktemp("emulation"))
 
 
-@pytest.fixture(params=["reference", "forward", "reverse"])
+@pytest.fixture(params=["reference", "forward", pytest.param("reverse", marks=pytest.mark.slow)])
 def run(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     """`quantize_many` on the CPU, and emulated with threads in order and in reverse: a missing barrier shows in one of them."""
     if request.param == "reference":
