@@ -18,12 +18,13 @@ from windowed_steps import add_job_options, job_command
 
 MISSING = """nsys is not installed on this machine, or not in PATH.
 It is NVIDIA Nsight Systems: package nsight-systems-cli of NVIDIA's apt and rpm repositories, or https://developer.nvidia.com/nsight-systems.
+The one inside Nsight Compute will do too: put its folder host/target-linux-x64 in PATH. It needs libdw.so.1 (package libdw1, or elfutils).
 Without it `graphrt profile` gives device time by module, direction and phase, kernels and gaps of replayed steps, but no timeline
 of the host and of other libraries' ranges."""
 
 
 def profile_command(trace: str, report: Path, job: Sequence[str]) -> list[str]:
-    """nsys around ``job``; ``trace`` is "node" or "graph"."""
+    """nsys around ``job``, without samples of the CPU; ``trace`` is "node" or "graph"."""
     options = ["-t", "cuda,nvtx", "-s", "none", "--cpuctxsw=none", "-c", "cudaProfilerApi", "--capture-range-end=stop"]
     return ["nsys", "profile", *options, f"--cuda-graph-trace={trace}", "--force-overwrite=true", "-o", str(report.with_suffix("")), *job]
 

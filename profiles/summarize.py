@@ -57,7 +57,8 @@ class SumRow:
     name: str
     activities: int
     ms: float
-    share: float  # of all device time in the report
+    beside_ms: float  # on the graph's second branch, where the time counts that the chain leaves: no part of ms
+    share: float  # of ms in the whole report
 
 
 @dataclass
@@ -138,26 +139,38 @@ def _gaps(step: int | None, begin: int, busy: list[tuple[int, int, str, str]]) -
 # -- sums
 
 
-def _sums(activities: Iterable[Activity], key: Callable[[Activity], Any], total_ns: int) -> list[tuple[Any, dict[str, Any]]]:
-    """(key, the numbers of a SumRow) of the activities of each key, longest first."""
-    groups: dict[Any, list[int]] = defaultdict(list)
-    for activity in activities:
-        groups[key(activity)].append(activity.ns)
-    ordered = sorted(groups.items(), key=lambda item: -sum(item[1]))
-    return [(name, {"activities": len(ns), "ms": sum(ns) / 1e6, "share": sum(ns) / max(1, total_ns)}) for name, ns in ordered]
+class _Sums:
+    """Adds up activities; knows which of them ran on the second branch of a graph."""
+
+    def __init__(self, activities: Sequence[Activity], beside: set[int]) -> None:
+        self._beside = beside  # by id()
+        self._total_ns = sum(activity.ns for activity in activities if id(activity) not in beside)
+
+    def by(self, key: Callable[[Activity], Any], activities: Iterable[Activity]) -> list[tuple[Any, dict[str, Any]]]:
+        """(key, the numbers of a SumRow) of the activities of each key, longest first."""
+        groups: dict[Any, list[Activity]] = defaultdict(list)
+        for activity in activities:
+            groups[key(activity)].append(activity)
+        rows = [(name, self._numbers(group)) for name, group in groups.items()]
+        return sorted(rows, key=lambda row: (-row[1]["ms"], -row[1]["beside_ms"]))
+
+    def _numbers(self, activities: list[Activity]) -> dict[str, Any]:
+        beside_ns = sum(activity.ns for activity in activities if id(activity) in self._beside)
+        ns = sum(activity.ns for activity in activities) - beside_ns
+        return {"activities": len(activities), "ms": ns / 1e6, "beside_ms": beside_ns / 1e6, "share": ns / max(1, self._total_ns)}
 
 
 def _path(events: Sequence[RangeEvent]) -> str:
     return "/".join(event.name for event in events) or OUTSIDE
 
 
-def range_table(report: Report, total_ns: int) -> list[RangeRow]:
+def range_table(report: Report, sums_of: _Sums) -> list[RangeRow]:
     """A row a range, those inside another after it."""
-    sums = dict(_sums(report.activities, lambda activity: _path(activity.ranges), total_ns))
+    sums = dict(sums_of.by(lambda activity: _path(activity.ranges), report.activities))
     entries: dict[str, list[int]] = defaultdict(list)
     for event in report.ranges:
         entries[_path(event.chain)].append(event.end - event.start)
-    nothing = {"activities": 0, "ms": 0.0, "share": 0.0}
+    nothing = {"activities": 0, "ms": 0.0, "beside_ms": 0.0, "share": 0.0}
     names = [*entries, *(name for name in sums if name not in entries)]
     return [RangeRow(name, **sums.get(name, nothing), entries=len(entries[name]), host_ms=sum(entries[name]) / 1e6) for name in names]
 
@@ -252,47 +265,70 @@ def _agree(node: dict[str, Any], activity: Activity) -> bool:
     return node["kernel"] == activity.mangled if activity.mangled else activity.short_name in (node["kernel"] or "")
 
 
-def add_modules(summary: Summary, report: Report, node_map: NodeMap, total_ns: int) -> None:
+class Join:
+    """The replayed activities of a report, and their nodes."""
+
+    def __init__(self, report: Report, node_map: NodeMap | None) -> None:
+        replays: dict[tuple[int, int], list[Activity]] = defaultdict(list)
+        for activity in report.activities if node_map is not None else ():
+            if activity.node_id is not None:
+                replays[activity.launch].append(activity)
+        self.nodes = node_map.nodes if node_map is not None else []
+        self.replayed = [activity for replay in replays.values() for activity in replay]
+        self._indices: dict[int, int | None] = {}  # by id() of the activity
+        for replay in replays.values():
+            assert node_map is not None
+            self._indices.update((id(activity), index) for activity, index in zip(replay, node_map.match(replay), strict=True))
+
+    def node_of(self, activity: Activity) -> dict[str, Any] | None:
+        """Its node, None for an activity without one."""
+        index = self._indices.get(id(activity))
+        return None if index is None else self.nodes[index]
+
+    @property
+    def beside(self) -> set[int]:
+        """The id() of every activity on the second branch."""
+        return {id(activity) for activity in self.replayed if (self.node_of(activity) or {}).get("is_beside")}
+
+    @property
+    def unseen(self) -> list[dict[str, Any]]:
+        """Nodes that were never replayed."""
+        seen = set(self._indices.values())
+        return [node for index, node in enumerate(self.nodes) if index not in seen]
+
+
+def _add_modules(summary: Summary, join: Join, sums: _Sums) -> None:
     """Fill the tables that need a node map."""
-    replays: dict[tuple[int, int], list[Activity]] = defaultdict(list)
-    for activity in report.activities:
-        if activity.node_id is not None:
-            replays[activity.launch].append(activity)
-    if not replays:
+    if not join.replayed:
         summary.notes.append("No nodes of a graph are in the report: modules need --cuda-graph-trace=node.")
         return
-    indices = {
-        id(activity): index for replay in replays.values() for activity, index in zip(replay, node_map.match(replay), strict=True)
-    }  # fmt: skip
-    replayed = [activity for replay in replays.values() for activity in replay]
+    nodes = {id(activity): node for activity in join.replayed if (node := join.node_of(activity)) is not None}
 
     def place(activity: Activity) -> tuple[str, str, str]:
-        node = node_map.nodes[indices[id(activity)] or 0]
+        node = nodes[id(activity)]
         return node["module"], node["direction"], node["phase"]
 
-    matched = [activity for activity in replayed if indices[id(activity)] is not None]
-    unmatched = [activity for activity in replayed if indices[id(activity)] is None]
+    matched = [activity for activity in join.replayed if id(activity) in nodes]
+    unmatched = [activity for activity in join.replayed if id(activity) not in nodes]
     summary.modules = [
         ModuleRow(module or OUTSIDE, **numbers, direction=direction, phase=phase)
-        for (module, direction, phase), numbers in _sums(matched, place, total_ns)
+        for (module, direction, phase), numbers in sums.by(place, matched)
     ]
-    summary.unmatched = [SumRow(name, **numbers) for name, numbers in _sums(unmatched, lambda activity: activity.name, total_ns)]
-    seen = set(indices.values())
-    summary.unseen = [
-        f"{node['index']}: {node['kernel'] or node['kind']}" for index, node in enumerate(node_map.nodes) if index not in seen
-    ]  # fmt: skip
+    summary.unmatched = [SumRow(name, **numbers) for name, numbers in sums.by(lambda activity: activity.name, unmatched)]
+    summary.unseen = [f"{node['index']}: {node['kernel'] or node['kind']}" for node in join.unseen]
 
 
 def summarize(report: Report, node_map: NodeMap | None) -> Summary:
     """All tables of a report."""
-    total_ns = sum(activity.ns for activity in report.activities)
+    join = Join(report, node_map)
+    sums = _Sums(report.activities, join.beside)
     steps, gaps = step_tables(report)
-    kernels = [SumRow(name, **numbers) for name, numbers in _sums(report.activities, lambda activity: activity.name, total_ns)]
-    summary = Summary(steps, gaps, range_table(report, total_ns), kernels)
+    kernels = [SumRow(name, **numbers) for name, numbers in sums.by(lambda activity: activity.name, report.activities)]
+    summary = Summary(steps, gaps, range_table(report, sums), kernels)
     if not steps:
         summary.notes.append("No step ranges are in the report: it needs -t cuda,nvtx, and a window that opens before a step.")
     if node_map is not None:
-        add_modules(summary, report, node_map, total_ns)
+        _add_modules(summary, join, sums)
     return summary
 
 
@@ -302,8 +338,9 @@ def summarize(report: Report, node_map: NodeMap | None) -> Summary:
 def _show(title: str, rows: Sequence[Any], top: int) -> None:
     if not rows:
         return
-    columns = list(asdict(rows[0]))
-    shown = [[_cell(column, value) for column, value in asdict(row).items()] for row in rows[:top]]
+    # Only a graph with two branches has something beside.
+    columns = [name for name in asdict(rows[0]) if name != "beside_ms" or any(row.beside_ms for row in rows)]
+    shown = [[_cell(column, getattr(row, column)) for column in columns] for row in rows[:top]]
     widths = [max(len(column), *(len(cells[i]) for cells in shown)) for i, column in enumerate(columns)]
     print(f"\n{title}")
     for cells in [columns, *shown]:

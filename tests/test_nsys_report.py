@@ -304,8 +304,31 @@ def test_kernels_of_a_branch_are_joined_wherever_they_ran(export, capsys, tmp_pa
     write_map(tmp_path, [*NODES[:3], {**node(3, "sums", "", "", "clip"), "is_beside": True}, *NODES[3:]])
     replayed(export, 0, ids=range(1, 7), names=names, is_mangled=is_mangled)
     found = tables(export, capsys)
-    assert modules(found) == EXPECTED | {("clip", "", "(outside)"): (2, 0.02)}
+    assert modules(found) == EXPECTED | {("clip", "", "(outside)"): (2, 0.01)}
     assert found["unmatched"] == found["unseen"] == []
+
+
+def test_what_runs_beside_is_told_apart_and_has_no_share(export, capsys, tmp_path):
+    write_map(tmp_path, [*NODES[:3], {**node(3, "sums", "", "", "clip"), "is_beside": True}, *NODES[3:]])
+    replayed(export, 0, ids=range(1, 7), names=("gemm", "norm", "gemm", None, "adamw", "sums"))
+    path = export.close()
+    assert summarize.main([str(path)]) == 0
+    assert "beside_ms" in capsys.readouterr().out
+    assert summarize.main([str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for table, ms in {"ranges": 0.06, "kernels": 0.06, "modules": 0.05}.items():  # the copy of the inputs is not replayed
+        assert sum(row["beside_ms"] for row in found[table]) == pytest.approx(0.01)
+        assert sum(row["ms"] for row in found[table]) == pytest.approx(ms)
+        assert sum(row["share"] for row in found[table]) == pytest.approx(ms / 0.06)
+    (sums,) = (row for row in found["kernels"] if row["beside_ms"])
+    assert ("sums" in sums["name"], sums["ms"], sums["share"]) == (True, 0.0, 0.0)
+
+
+def test_without_a_branch_there_is_no_column_for_it(export, capsys, tmp_path):
+    write_map(tmp_path, NODES)
+    replayed(export, 0)
+    assert summarize.main([str(export.close())]) == 0
+    assert "beside" not in capsys.readouterr().out
 
 
 def test_what_does_not_match_is_listed(export, capsys, tmp_path):
