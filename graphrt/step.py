@@ -292,7 +292,11 @@ def _mean_metrics(metrics: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         raise GraphrtError(
             f"loss_fn returned metrics {sorted(metrics[0])} for one microbatch and others for the next. Return the same names each time."
         )
-    return {name: _mean([one[name] if one[name].is_floating_point() else one[name].float() for one in metrics]) for name in metrics[0]}
+    return {name: _mean([_averageable(one[name]) for one in metrics]) for name in metrics[0]}
+
+
+def _averageable(x: Tensor) -> Tensor:
+    return x if x.is_floating_point() or x.is_complex() else x.float()
 
 
 def _describe(value: Any) -> str:

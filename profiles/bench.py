@@ -59,7 +59,7 @@ def measure(preset_name: str, precision: str, mode: str, accum: str, transpose: 
     torch.cuda.synchronize()
     warmup_s = time.perf_counter() - start
     events = [torch.cuda.Event(enable_timing=True) for _ in range(NUM_STEPS + 1)]
-    host = []
+    host, result = [], None
     events[0].record()
     for i in range(NUM_STEPS):
         begin = time.perf_counter()
@@ -67,6 +67,7 @@ def measure(preset_name: str, precision: str, mode: str, accum: str, transpose: 
         host.append(time.perf_counter() - begin)
         events[i + 1].record()
     torch.cuda.synchronize()
+    assert result is not None
     times_ms = sorted(a.elapsed_time(b) for a, b in pairwise(events))
     ms = times_ms[NUM_STEPS // 2]
     peak = torch.cuda.max_memory_allocated(device)
@@ -126,7 +127,9 @@ def _profile(trainer: Any, batches: list[Any], show_kernels: int) -> dict[str, A
         for i in range(NUM_PROFILED + 1):
             trainer.step(batches[i % POOL])
         torch.cuda.synchronize()
-    kernels = sorted((event for event in recorded.events() if event.device_type.name == "CUDA"), key=lambda event: event.time_range.start)
+    kernels = sorted(
+        (event for event in recorded.events() or () if event.device_type.name == "CUDA"), key=lambda event: event.time_range.start
+    )
     # The first step begins with the profiler's own work.
     kernels = kernels[len(kernels) // (NUM_PROFILED + 1) :]
     kernel_ms = sum(event.device_time for event in kernels) / NUM_PROFILED / 1e3

@@ -126,7 +126,9 @@ def measure_weights(preset: str, num_replays: int) -> list[Row]:
         to = kernels.QuantizeTo(scale, scale_inv, slot, E4M3, amax)
         entries.append(kernels.QuantizeEntry(x, to, kernels.allocate(x, E4M3, True)))
     table = kernels.QuantizeTable(entries)
-    singles = [partial(kernels.quantize, x, *to[:4], amax=amax, transpose=True, out=out) for x, to, out in entries]
+    singles: list[Callable[[], object]] = [
+        partial(kernels.quantize, x, *to[:4], amax=amax, transpose=True, out=out) for x, to, out in entries
+    ]
     many_us = measure_us([partial(kernels.quantize_many, table)], NUM_LAUNCHES, num_replays)
     singles_us = measure_us(singles, num_slots, num_replays) * num_slots
     name = f"{num_slots} fp32 weights of {preset}"

@@ -580,6 +580,25 @@ def test_a_released_gradient_that_the_step_does_not_write_is_zero(device: torch.
     assert_same_trajectory(actual, expected)
 
 
+def test_metrics_of_any_dtype_are_means_over_the_microbatches(device: torch.device) -> None:
+    """A mean of whole numbers is a float32; one of complex numbers keeps its imaginary part."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> Any:
+        loss, _ = token_loss(model, batch)
+        mean = loss.detach()
+        return loss, {"complex": torch.complex(mean, 2 * mean), "count": (batch["labels"] > 3).sum(), "flag": mean > 0}
+
+    results = {}
+    for mode in ("eager", "graph"):
+        with make_trainer(mode, device, loss_fn=loss_fn, grad_accum_steps=2) as trainer:
+            results[mode] = [trainer.step(batch) for batch in token_batches(5)][-1]
+            metrics = results[mode].metrics
+            assert torch.equal(metrics["complex"], torch.complex(results[mode].loss, 2 * results[mode].loss))
+            assert (metrics["count"].dtype, metrics["flag"].dtype) == (torch.float32, torch.float32)
+            assert float(metrics["count"]) == float((token_batch(4)["labels"] > 3).sum()) / 2
+    assert {k: v.item() for k, v in results["eager"].metrics.items()} == {k: v.item() for k, v in results["graph"].metrics.items()}
+
+
 def test_a_failed_warmup_step_gives_released_gradients_back(device: torch.device) -> None:
     def broken(model: nn.Module, batch: Any) -> Any:
         loss, metrics = token_loss(model, batch)
