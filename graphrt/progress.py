@@ -122,11 +122,11 @@ class MetricsLog:
         if time.perf_counter() - self._flushed_at_s >= _FLUSH_INTERVAL_S:
             self.flush()
 
-    def add_evaluation(self, step: int, val_loss: float, nats_per_unit: float, unit: str) -> None:
-        """Record and show a validation loss, given in nats per token."""
+    def add_evaluation(self, step: int, val_loss: float, unit: str) -> None:
+        """Record a validation loss, given in nats per token, and show it in ``unit``, which is bits per something."""
         self._record([{"step": step, "val_loss": _finite(val_loss)}])
         console = self._progress.console
-        console.print(f"step {step}: validation {val_loss / nats_per_unit:.3f} {unit}")
+        console.print(f"step {step}: validation {val_loss / math.log(2):.3f} {unit}")
         if not console.is_terminal:
             # There the live line is shown once only, at the end.
             console.print(f"  {self._progress.numbers}", highlight=False, soft_wrap=True)
@@ -174,7 +174,9 @@ class MetricsLog:
 
 
 def _describe(row: dict[str, Any], num_skipped: int) -> str:
-    parts = [f"loss {_number(row['loss'], '.3f')} nats", f"grad norm {_number(row['grad_norm'], '.3g')}"]
+    loss = row["loss"]
+    # In bits, as validations are shown.
+    parts = [f"loss {_number(None if loss is None else loss / math.log(2), '.3f')} bits", f"grad norm {_number(row['grad_norm'], '.3g')}"]
     parts += [f"{row['tokens_per_s']:,.0f} tokens/s", f"{row['step_ms']:,.1f} ms/step"]
     if "gap_share" in row:
         parts.append(f"gap {row['gap_share']:.1%}")

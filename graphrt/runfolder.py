@@ -6,6 +6,7 @@ Files are written beside their place and moved there whole, so that a stop at an
 import contextlib
 import errno
 import json
+import math
 import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -241,12 +242,11 @@ class RunFolder:
         """Write one JSON object a slot."""
         self._write(self.slots_file, json.dumps(list(rows), indent=2) + "\n")
 
-    def plot_loss(self, unit: str, nats_per_unit: float) -> str:
+    def plot_loss(self, unit: str) -> str:
         """Draw training and validation loss over steps.
 
         Args:
-            unit: of the vertical axis, such as "bits per byte".
-            nats_per_unit: what a loss in nats is divided by.
+            unit: of the vertical axis: "bits per byte" or "bits per token".
 
         Returns:
             One line to show: where the curve is, or what to install for one.
@@ -261,7 +261,7 @@ class RunFolder:
         axes = figure.add_subplot(xlabel="step", ylabel=unit, title=self.path.name)
         rows = self.read_metrics()
         for key, label, marker in (("loss", "training", ""), ("val_loss", "validation", "o")):
-            points = [(row["step"], row[key] / nats_per_unit) for row in rows if row.get(key) is not None]
+            points = [(row["step"], row[key] / math.log(2)) for row in rows if row.get(key) is not None]
             axes.plot([step for step, _ in points], [loss for _, loss in points], label=label, marker=marker, linewidth=1)
         axes.grid(alpha=0.3)
         axes.legend()

@@ -69,11 +69,6 @@ class Run:
     start_s: float = field(default_factory=time.perf_counter)
 
     @property
-    def nats_per_unit(self) -> float:
-        """What a loss in nats is divided by to be shown in bits."""
-        return math.log(2)
-
-    @property
     def unit(self) -> str:
         """What losses are shown in."""
         return "bits per byte" if self.corpus.is_bytes else "bits per token"
@@ -215,7 +210,7 @@ def _train_steps(run: Run, stop: StopRequest) -> None:
                 with log.paused():
                     loss = _evaluate(run, _tokens_on_the_way(settings), stop)
                 if loss is not None:
-                    log.add_evaluation(run.step, loss, run.nats_per_unit, run.unit)
+                    log.add_evaluation(run.step, loss, run.unit)
             if run.step % settings.save_every == 0 and run.step < settings.steps:
                 with log.paused():
                     _save(run)
@@ -368,7 +363,7 @@ def _summarize(run: Run, loss: float, show_all_slots: bool) -> None:
         print_slots(run.console, rows, run.folder.slots_file, show_all_slots)
     if run.trainer.num_skipped_steps:
         run.console.print(f"{run.trainer.num_skipped_steps} steps had a non-finite gradient and were skipped. A smaller --lr may help.")
-    run.console.print(run.folder.plot_loss(run.unit, run.nats_per_unit), markup=False, highlight=False, soft_wrap=True)
+    run.console.print(run.folder.plot_loss(run.unit), markup=False, highlight=False, soft_wrap=True)
 
 
 def _check_parity(run: Run, num_steps: int) -> bool:

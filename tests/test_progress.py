@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import time
 
 import pytest
@@ -64,7 +65,7 @@ class TestNumbers:
         log, progress = make_log(num_skipped=3)
         log.add(1, 0.1, make_result(skipped=True))
         log.flush()
-        for words in ("loss 2.000 nats", "grad norm 0.5", "tokens/s", "ms/step", "skipped 4"):
+        for words in ("loss 2.885 bits", "grad norm 0.5", "tokens/s", "ms/step", "skipped 4"):
             assert words in progress.numbers
         assert "gap" not in progress.numbers
 
@@ -91,9 +92,9 @@ class TestNumbers:
         log, _ = make_log(console)
         log.add(1, 0.1, make_result())
         log.flush()
-        log.add_evaluation(1, 1.5, 1.0, "nats")
+        log.add_evaluation(1, 1.5 * math.log(2), "bits per byte")
         first, second = printed(console).splitlines()
-        assert first == "step 1: validation 1.500 nats"
+        assert first == "step 1: validation 1.500 bits per byte"
         assert "ms/step" in second
 
     def test_time_in_a_pause_is_nobodys(self, make_log, rows):
