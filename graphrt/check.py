@@ -5,7 +5,7 @@ nothing is captured: a laptop can tell. What the recorder cannot see stands in `
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 
 from graphrt import batch as batches
 from graphrt.capture.record_location import in_parentheses, locations_of
-from graphrt.capture.recorder import Recording, compare
+from graphrt.capture.recorder import CollectionEnded, Recording, compare
 from graphrt.errors import CaptureError, GraphrtError
 from graphrt.trainer import Trainer
 
@@ -73,22 +73,34 @@ def check_capture(trainer: Trainer, batch: Any) -> CheckReport:
     batch = batches.plain(batch)
     batches.split(batch, trainer.grad_accum_steps)
     with trainer.everything_put_back():
+        reason = trainer.report().optimizer_outside_reason
         try:
             with _forwards_remembered():
                 first, second = _watch(trainer, batch)
-        except GraphrtError as error:
-            if not isinstance(error, CaptureError):
-                raise
-            return CheckReport((str(error),), (), 0, trainer.report().optimizer_outside_reason)
+        except CollectionEnded as ended:
+            return _failed(ended.error, ended.refusals, reason)
         except Exception as error:
-            return CheckReport((), (), 0, trainer.report().optimizer_outside_reason, _describe(error))
-        differences = compare(first, second)
+            return _failed(error, (), reason)
         return CheckReport(
-            hazards=tuple(dict.fromkeys(str(refusal) for refusal in (*first.refusals, *second.refusals))),
-            differences=tuple(dict.fromkeys(str(difference) for difference in differences)),
+            hazards=_sentences((*first.refusals, *second.refusals)),
+            differences=_sentences(compare(first, second)),
             num_operations=second.num_nodes,
-            optimizer_outside_reason=trainer.report().optimizer_outside_reason,
+            optimizer_outside_reason=reason,
         )
+
+
+def _failed(error: Exception, refusals: Sequence[CaptureError], reason: str | None) -> CheckReport:
+    """The report of a step that raised; an error of graphrt's that is no refusal is the caller's."""
+    if isinstance(error, CaptureError):
+        return CheckReport(_sentences((*refusals, error)), (), 0, reason)
+    if isinstance(error, GraphrtError):
+        raise error
+    return CheckReport(_sentences(refusals), (), 0, reason, _describe(error))
+
+
+def _sentences(found: Iterable[object]) -> tuple[str, ...]:
+    """Each once, in order."""
+    return tuple(dict.fromkeys(map(str, found)))
 
 
 def _describe(error: Exception) -> str:

@@ -69,7 +69,7 @@ class Settings:
 
     @property
     def arithmetic(self) -> str:
-        """The precision, and in brackets what of its FP8 products is not the default."""
+        """The precision, and in brackets what its FP8 products do that those of most presets do not."""
         named = {"accumulating fast": self.backward_accum == "fast", "transposed weights made again": self.weight_transpose == "again"}
         changed = [name for name, is_changed in named.items() if is_changed and self.precision == "fp8"]
         return f"{self.precision} ({', '.join(changed)})" if changed else self.precision

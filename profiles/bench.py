@@ -74,9 +74,7 @@ def measure(preset_name: str, precision: str, mode: str, accum: str, transpose: 
     report = trainer.report()
     row = {
         "preset": preset_name,
-        "side": f"graphrt {precision} {mode}"
-        + (" fast" if accum == "fast" else "")
-        + (" again" if settings.weight_transpose == "again" else ""),
+        "side": " ".join(("graphrt", precision, mode, *_fp8_options(settings))),
         "ms": round(ms, 3),
         "host_us": round(sorted(host)[NUM_STEPS // 2] * 1e6, 1),
         "tok_s": round(settings.batch_size * settings.seq_len / ms * 1e3),
@@ -87,6 +85,12 @@ def measure(preset_name: str, precision: str, mode: str, accum: str, transpose: 
         "num_nodes": sum(report.capture.num_nodes_by_kind.values()) if report.capture else None,
     }
     return {**row, **_profile(trainer, batches, show_kernels)}
+
+
+def _fp8_options(settings: Any) -> list[str]:
+    """What a row says of the FP8 products beyond the usual."""
+    asked = {"fast": settings.backward_accum == "fast", "again": settings.weight_transpose == "again"}
+    return [name for name, is_asked in asked.items() if is_asked and settings.precision == "fp8"]
 
 
 def _build(settings: Any, device: Any, *, is_compiled: bool) -> Any:
@@ -170,7 +174,10 @@ def run_process(command: list[str], label: str, *, is_shown: bool = True) -> dic
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:
-    header = f"{'preset':8} {'side':28} {'ms':>9} {'host us':>8} {'tokens/s':>10} {'ratio':>6} {'gap':>6} {'GiB':>7} {'loss':>8}  attention"
+    width = max(len(row["side"]) for row in rows)
+    header = (
+        f"{'preset':8} {'side':{width}} {'ms':>9} {'host us':>8} {'tokens/s':>10} {'ratio':>6} {'gap':>6} {'GiB':>7} {'loss':>8}  attention"
+    )
     print(header)
     for preset in dict.fromkeys(row["preset"] for row in rows):
         group = [row for row in rows if row["preset"] == preset]
@@ -179,8 +186,8 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
         for row in group:
             gap = f"{row['gap_share']:.1%}" if row.get("gap_share") is not None else "-"
             print(
-                f"{preset:8} {row['side']:28} {row['ms']:9.3f} {row.get('host_us') or 0:8.0f} {row['tok_s']:10,} {row['ms'] / best:6.3f} "
-                f"{gap:>6} {row['mem_gib']:7.2f} {row['loss']:8.4f}  {row.get('attention', '-')}"
+                f"{preset:8} {row['side']:{width}} {row['ms']:9.3f} {row.get('host_us') or 0:8.0f} {row['tok_s']:10,} "
+                f"{row['ms'] / best:6.3f} {gap:>6} {row['mem_gib']:7.2f} {row['loss']:8.4f}  {row.get('attention', '-')}"
             )
 
 

@@ -3,6 +3,9 @@
     nsys export --type sqlite -o node.sqlite node.nsys-rep
     python profiles/summarize.py node.sqlite [--node-map node_map.json] [--json]
 
+Kernels on the second branch of a captured step wait for room most of their time: what they take has a column of its own
+(beside_ms) and no share.
+
 The node map that graphrt saves says which module, direction and phase a node of the captured graph is of. Replayed
 activities are joined with it by node id where the ids are the same, else by order within a replay (the kernels of a second
 branch in an order of their own); the kernel's name must agree either way. What finds no partner is listed. A file
@@ -57,7 +60,7 @@ class SumRow:
     name: str
     activities: int
     ms: float
-    beside_ms: float  # on the graph's second branch, where the time counts that the chain leaves: no part of ms
+    beside_ms: float  # on the graph's second branch; not in ms
     share: float  # of ms in the whole report
 
 
@@ -152,7 +155,7 @@ class _Sums:
         for activity in activities:
             groups[key(activity)].append(activity)
         rows = [(name, self._numbers(group)) for name, group in groups.items()]
-        return sorted(rows, key=lambda row: (-row[1]["ms"], -row[1]["beside_ms"]))
+        return sorted(rows, key=lambda row: -row[1]["ms"] - row[1]["beside_ms"])
 
     def _numbers(self, activities: list[Activity]) -> dict[str, Any]:
         beside_ns = sum(activity.ns for activity in activities if id(activity) in self._beside)
@@ -164,15 +167,15 @@ def _path(events: Sequence[RangeEvent]) -> str:
     return "/".join(event.name for event in events) or OUTSIDE
 
 
-def range_table(report: Report, sums_of: _Sums) -> list[RangeRow]:
+def range_table(report: Report, sums: _Sums) -> list[RangeRow]:
     """A row a range, those inside another after it."""
-    sums = dict(sums_of.by(lambda activity: _path(activity.ranges), report.activities))
+    found = dict(sums.by(lambda activity: _path(activity.ranges), report.activities))
     entries: dict[str, list[int]] = defaultdict(list)
     for event in report.ranges:
         entries[_path(event.chain)].append(event.end - event.start)
     nothing = {"activities": 0, "ms": 0.0, "beside_ms": 0.0, "share": 0.0}
-    names = [*entries, *(name for name in sums if name not in entries)]
-    return [RangeRow(name, **sums.get(name, nothing), entries=len(entries[name]), host_ms=sum(entries[name]) / 1e6) for name in names]
+    names = [*entries, *(name for name in found if name not in entries)]
+    return [RangeRow(name, **found.get(name, nothing), entries=len(entries[name]), host_ms=sum(entries[name]) / 1e6) for name in names]
 
 
 # -- modules
@@ -205,11 +208,19 @@ class NodeMap:
         except (OSError, ValueError, TypeError) as error:
             raise ReportError(f"{path} is no node map: {error}. Save it from the run that nsys watched.") from error
 
-    def match(self, replay: list[Activity]) -> list[int | None]:
-        """The index of each activity's node, None where there is none. ``replay`` is of one launch, by start."""
-        by_id = [self._with_id(activity) for activity in replay]
-        if None not in by_id:
-            return by_id
+    def match(self, replays: list[list[Activity]]) -> list[list[int | None]]:
+        """The index of each activity's node, None where there is none. Each replay is of one launch, by start."""
+        by_id = [[self._with_id(activity) for activity in replay] for replay in replays]
+        # Where one replay has the map's ids, one that has none of them is of another graph.
+        are_ids_known = any(None not in indices for indices in by_id)
+        return [
+            indices
+            if None not in indices or (are_ids_known and not any(index is not None for index in indices))
+            else self._best(indices, replay)
+            for indices, replay in zip(by_id, replays, strict=True)
+        ]
+
+    def _best(self, by_id: list[int | None], replay: list[Activity]) -> list[int | None]:
         in_order = self._in_order(replay)
         # Ids of another run agree by chance at most.
         return by_id if by_id.count(None) <= in_order.count(None) else in_order
@@ -266,19 +277,18 @@ def _agree(node: dict[str, Any], activity: Activity) -> bool:
 
 
 class Join:
-    """The replayed activities of a report, and their nodes."""
+    """The replayed activities of a report, and their nodes; a map of no nodes joins none."""
 
-    def __init__(self, report: Report, node_map: NodeMap | None) -> None:
+    def __init__(self, report: Report, node_map: NodeMap) -> None:
         replays: dict[tuple[int, int], list[Activity]] = defaultdict(list)
-        for activity in report.activities if node_map is not None else ():
+        for activity in report.activities:
             if activity.node_id is not None:
                 replays[activity.launch].append(activity)
-        self.nodes = node_map.nodes if node_map is not None else []
+        self.nodes = node_map.nodes
         self.replayed = [activity for replay in replays.values() for activity in replay]
         self._indices: dict[int, int | None] = {}  # by id() of the activity
-        for replay in replays.values():
-            assert node_map is not None
-            self._indices.update((id(activity), index) for activity, index in zip(replay, node_map.match(replay), strict=True))
+        for replay, indices in zip(replays.values(), node_map.match(list(replays.values())), strict=True):
+            self._indices.update((id(activity), index) for activity, index in zip(replay, indices, strict=True))
 
     def node_of(self, activity: Activity) -> dict[str, Any] | None:
         """Its node, None for an activity without one."""
@@ -320,7 +330,7 @@ def _add_modules(summary: Summary, join: Join, sums: _Sums) -> None:
 
 def summarize(report: Report, node_map: NodeMap | None) -> Summary:
     """All tables of a report."""
-    join = Join(report, node_map)
+    join = Join(report, node_map or NodeMap([], {}))
     sums = _Sums(report.activities, join.beside)
     steps, gaps = step_tables(report)
     kernels = [SumRow(name, **numbers) for name, numbers in sums.by(lambda activity: activity.name, report.activities)]

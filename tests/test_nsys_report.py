@@ -324,6 +324,29 @@ def test_what_runs_beside_is_told_apart_and_has_no_share(export, capsys, tmp_pat
     assert ("sums" in sums["name"], sums["ms"], sums["share"]) == (True, 0.0, 0.0)
 
 
+def test_the_longest_work_beside_is_among_the_first_rows(export, capsys, tmp_path):
+    chain = [f"kernel{i}" for i in range(30)]
+    nodes = [node(i, name, "", "", "forward", 100 + i) for i, name in enumerate(chain)]
+    write_map(tmp_path, [*nodes, {**node(30, "quantize", "", "", "quantize_weights", 130), "is_beside": True}])
+    call = export.call(0)
+    for i, name in enumerate(chain):
+        export.kernel(name, 10 + i, 11 + i, call, 100 + i)
+    export.kernel("quantize", 10, 70, call, 130)
+    assert summarize.main([str(export.close()), "--top", "3"]) == 0
+    by_kernel = capsys.readouterr().out.partition("By kernel")[2].splitlines()
+    assert by_kernel[2].split()[0:2] == ["void", "quantize<float>(float*)"]
+    assert "0.060" in by_kernel[2]
+
+
+def test_a_replay_without_the_maps_ids_is_of_another_graph(export, capsys, tmp_path):
+    write_map(tmp_path, NODES)
+    replayed(export, 0, ids=(100, 101, 103, 104, 105))
+    replayed(export, 100, ids=(1, 2, 3, 4, 5))
+    found = tables(export, capsys)
+    assert modules(found) == EXPECTED
+    assert sum(row["activities"] for row in found["unmatched"]) == 5
+
+
 def test_without_a_branch_there_is_no_column_for_it(export, capsys, tmp_path):
     write_map(tmp_path, NODES)
     replayed(export, 0)

@@ -980,6 +980,35 @@ def test_check_capture_lists_every_hazard_and_every_difference_with_its_line() -
     assert "cannot be captured" in text
 
 
+def test_check_capture_keeps_what_it_found_before_it_had_to_stop() -> None:
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        loss = mean_square(model, x)
+        loss.detach().reshape(1).tolist()
+        return torch.cond(loss > 0, lambda y: y.sin(), lambda y: y.cos(), (loss,))
+
+    with linear_trainer(loss_fn=loss_fn) as trainer:
+        before = values(trainer)
+        report = graphrt.check_capture(trainer, X)
+        assert_same_values(values(trainer), before)
+    assert report.failure is None
+    assert [any(word in hazard for hazard in report.hazards) for word in ("tolist()", "cond runs Python")] == [True, True]
+
+
+def test_check_capture_keeps_what_it_found_before_the_step_failed() -> None:
+    calls = [0]
+
+    def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
+        loss = mean_square(model, x)
+        loss.detach().reshape(1).tolist()
+        calls[0] += 1
+        return loss / (1 / 0 if calls[0] > 1 else 1)
+
+    with linear_trainer(loss_fn=loss_fn) as trainer:
+        report = graphrt.check_capture(trainer, X)
+    assert "division by zero" in (report.failure or "")
+    assert ["tolist()" in hazard for hazard in report.hazards] == [True]
+
+
 def test_check_capture_reports_a_step_that_fails_by_itself() -> None:
     with linear_trainer(loss_fn=lambda model, x: mean_square(model, x) / (1 / 0)) as trainer:
         before = values(trainer)

@@ -129,6 +129,8 @@ class RecordMode(TorchDispatchMode):
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
         location = find_location(self._owner)
         self._check(func, operation_hazard(func, args, kwargs, location, self), location)
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            raise self.refusals[-1]  # has no schema to go on with, also while collecting
         inputs = list(tensors_in((*args, *kwargs.values())))
         if self.observer is not None:
             self.observer.begin_operation(func, inputs)

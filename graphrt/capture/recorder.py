@@ -121,6 +121,19 @@ class Recording:
         self._is_closed = True
 
 
+class CollectionEnded(Exception):
+    """A step raised while what a graph cannot hold in it was collected.
+
+    Attributes:
+        error: what it raised.
+        refusals: what was collected before.
+    """
+
+    def __init__(self, error: Exception, refusals: Sequence[CaptureError]) -> None:
+        super().__init__(f"The step raised {type(error).__name__} before its end.")
+        self.error, self.refusals = error, tuple(refusals)
+
+
 def record(
     body: Callable[[], T],
     *,
@@ -139,7 +152,8 @@ def record(
     is_collecting: go on after what a graph cannot hold, and keep it in `Recording.refusals`; for comparing only.
 
     Raises CaptureError for what a CUDA graph cannot hold, also where `body` swallowed the error. Exceptions of `body` pass
-    through. Modes and replaced functions are put back in every case; what the body did to tensors is the caller's to undo.
+    through, while collecting inside a `CollectionEnded`. Modes and replaced functions are put back in every case; what the
+    body did to tensors is the caller's to undo.
     """
     if not _recording.acquire(blocking=False):
         raise CaptureError("A recording is under way in this process. Record one step at a time.")
@@ -186,7 +200,9 @@ def _raising_refusal(mode: RecordMode) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if mode.is_collecting or not mode.refusals or error is mode.refusals[0]:
+        if mode.is_collecting:
+            raise CollectionEnded(error, mode.refusals) from error
+        if not mode.refusals or error is mode.refusals[0]:
             raise
         raise mode.refusals[0] from error
     if mode.refusals and not mode.is_collecting:

@@ -10,7 +10,7 @@
 //   pairs (16 columns) of one head, four neighbouring lanes of four heads. For the transpose four threads with
 //   neighbouring positions exchange FP8 words, so that each has four rows of one head. The rest is as in quantize.cu: 4x4
 //   bytes are transposed with byte permutes and leave through shared memory as 16-byte units, 64 contiguous bytes per
-//   column.
+//   column. Made for heads of 64 and 128: where half a head is no multiple of 32 columns, lanes of a tile stay idle.
 //
 // Addresses are 16-byte aligned and strides are multiples of eight elements; the launcher sees to it.
 // common.cuh stands in front of this text.
