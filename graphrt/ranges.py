@@ -104,7 +104,7 @@ FORWARD = Range("forward")
 BACKWARD = Range("backward")
 FLUSH = Range("flush")
 SCALE_UPDATE = Range("scale_update")
-#: A captured step's one launch for all FP8 weights.
+#: A captured step's few launches for all FP8 weights.
 QUANTIZE_WEIGHTS = Range("quantize_weights")
 CLIP = Range("clip")
 OPTIMIZER = Range("optimizer")

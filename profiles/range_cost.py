@@ -6,6 +6,7 @@ The best of several rounds, the empty loop taken off. Without a profiler in the 
 to see what it costs then.
 """
 
+import argparse
 from contextlib import nullcontext
 from timeit import Timer
 
@@ -40,6 +41,7 @@ def best_ns(statement: str) -> float:
 
 def main() -> None:
     """Print a line a kind of range."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print(f"NVTX is {'off' if OPTIMIZER._attributes is None else 'on: a profiler is loaded'}")
     loop = best_ns("pass")
     for name, statement in STATEMENTS.items():

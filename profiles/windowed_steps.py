@@ -40,14 +40,17 @@ def save_node_map(trainer: Any, batch: Any, path: Path) -> None:
         graph.node_map.save(path)
 
 
-def run(options: argparse.Namespace) -> None:
-    """Steps 1 to stop, the last of them in the window."""
+def run(options: argparse.Namespace) -> int:
+    """Steps 1 to stop, the last of them in the window; the exit code."""
     import torch
 
     import graphrt
     from graphrt.jobsetup import build_trainer
     from graphrt.settings import make_settings
 
+    if not torch.cuda.is_available():
+        print("windowed_steps.py needs an NVIDIA GPU, and there is none.", file=sys.stderr)
+        return 2
     names = {"preset": options.preset, "precision": options.precision, "mode": options.mode}
     settings = make_settings({**names, "device": "cuda", "vocab_size": 32768})
     trainer = build_trainer(settings, torch.device("cuda", 0))
@@ -58,6 +61,7 @@ def run(options: argparse.Namespace) -> None:
             trainer.step(batches[step % POOL])
         if options.node_map:
             save_node_map(trainer, batches[0], options.node_map)
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,8 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--start", type=int, default=10, help="first step in the window, from 1 (default: %(default)s)")
     parser.add_argument("--stop", type=int, default=12, help="last step in the window (default: %(default)s)")
     parser.add_argument("--node-map", type=Path, help="where to save the node map")
-    run(parser.parse_args(arguments))
-    return 0
+    return run(parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

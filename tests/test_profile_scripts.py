@@ -4,11 +4,13 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_nsys_report import NODES, Export, replayed
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "profiles"))
@@ -19,6 +21,7 @@ import run_ncu
 import run_nsys
 import windowed_steps
 
+PROFILES = Path(__file__).parent.parent / "profiles"
 STAND_IN = """#!{python}
 import json, shutil, sys
 with open({calls!r}, "a") as file:
@@ -43,6 +46,29 @@ def tool(tmp_path, monkeypatch):
         return lambda: [json.loads(line) for line in calls.read_text().splitlines()]
 
     return install
+
+
+SCRIPTS = sorted(path.name for path in PROFILES.glob("*.py") if "__main__" in path.read_text())
+
+
+def test_every_script_is_in_the_table():
+    table = (PROFILES / "README.md").read_text()
+    assert [name for name in SCRIPTS if f"`profiles/{name}`" not in table] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_says_what_it_measures(name):
+    done = subprocess.run([sys.executable, str(PROFILES / name), "--help"], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage:")
+    assert len(done.stdout.splitlines()) > 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_profiled_steps_need_a_gpu_and_say_so(capsys):
+    assert windowed_steps.main([]) == 2
+    assert capsys.readouterr().err == "windowed_steps.py needs an NVIDIA GPU, and there is none.\n"
 
 
 @pytest.mark.parametrize(("script", "name"), [(run_nsys, "nsys"), (run_ncu, "ncu")])

@@ -1,12 +1,13 @@
 """Profiles: what is matched with what, sums that add up, the files, and that nothing of a profile stays."""
 
+import gc
 import json
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from stepping import TokenModel, assert_same_values, make_trainer, step_values, token_batch, token_batches, values
+from stepping import TokenModel, assert_same_values, make_trainer, step_values, token_batch, token_batches, token_loss, values
 
 import graphrt
 from graphrt.capture.attribution import Place
@@ -405,6 +406,27 @@ def test_everything_is_put_back(mode, num_steps):
         actual = [step_values(trainer, batch) for batch in batches[num_steps:]]
     for one, other in zip(actual, expected[num_steps:], strict=True):
         assert_same_values(one, other)
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_pythons_garbage_collection_is_no_part_of_a_profiled_step(was_enabled):
+    states = []
+
+    def loss_fn(model, batch):
+        states.append(gc.isenabled())
+        return token_loss(model, batch)
+
+    with make_trainer("eager", loss_fn=loss_fn) as trainer:
+        trainer.step(token_batch(0))
+        states.clear()
+        try:
+            (gc.enable if was_enabled else gc.disable)()
+            trainer.profile(token_batch(1), steps=1)
+            assert gc.isenabled() is was_enabled
+        finally:
+            gc.enable()
+    assert states
+    assert not any(states)
 
 
 @pytest.mark.parametrize("mode", ["graph", "eager"])
