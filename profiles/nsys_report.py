@@ -70,6 +70,7 @@ class Report:
     activities: list[Activity]  # by start
     ranges: list[RangeEvent]  # by start
     original_nodes: dict[int, int]  # id of a node in an instantiated graph: id of the captured one
+    device: str  # the GPU's name
 
     @property
     def steps(self) -> list[RangeEvent]:
@@ -135,6 +136,7 @@ def _read(database: sqlite3.Connection, path: Path) -> Report:
         activities,
         sorted((event for thread in threads.values() for event in thread.events), key=lambda event: (event.start, -event.end)),
         {row["graphNodeId"]: row["originalGraphNodeId"] for row in originals if row["originalGraphNodeId"]},
+        next((row["name"] for row in _rows(database, "TARGET_INFO_GPU", "name") if row["name"]), "a GPU"),
     )
 
 

@@ -2,8 +2,9 @@
 
     python profiles/run_nsys.py --preset 1b --start 10 --stop 12 --out runs/nsys
 
-Runs the steps twice: with the nodes of the graph in sight (node.nsys-rep), which slows the replay down, and with each replay
-as one piece (graph.nsys-rep), whose times are those of an unwatched step. Prints the tables of summarize.py for both.
+Runs the steps twice: with the nodes of the graph in sight (node.nsys-rep), which slows replays of short kernels down, and with
+each replay as one piece (graph.nsys-rep), whose times are those of an unwatched step. Prints the tables of summarize.py for both,
+and draws its picture of the first (node.png).
 """
 
 import argparse
@@ -56,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{' '.join(command[:2])} failed with exit code {done.returncode}; what it said is above.", file=sys.stderr)
                 return done.returncode
         print(f"\n== {report}")
-        if summarize.main([str(report.with_suffix(".sqlite"))]):
+        picture = ["--plot", str(report.with_suffix(".png"))] if trace == "node" else []
+        if summarize.main([str(report.with_suffix(".sqlite")), *picture]):
             return 1
     return 0
 

@@ -1,7 +1,7 @@
 """Tables of an nsys report: steps and their gaps, ranges, kernels, and modules.
 
     nsys export --type sqlite -o node.sqlite node.nsys-rep
-    python profiles/summarize.py node.sqlite [--node-map node_map.json] [--json]
+    python profiles/summarize.py node.sqlite [--node-map node_map.json] [--json] [--plot node.png]
 
 Kernels on the second branch of a captured step wait for room most of their time: what they take has a column of its own
 (beside_ms) and no share.
@@ -24,6 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from nsys_report import Activity, RangeEvent, Report, ReportError, read_report
+
+from graphrt.capture.attribution import Place
+from graphrt.profiling.events import Event, PathProfile
+from graphrt.profiling.plot import plot_profile
 
 NUM_GAPS = 5  # longest ones shown a step
 OUTSIDE = "(outside)"
@@ -328,9 +332,8 @@ def _add_modules(summary: Summary, join: Join, sums: _Sums) -> None:
     summary.unseen = [f"{node['index']}: {node['kernel'] or node['kind']}" for node in join.unseen]
 
 
-def summarize(report: Report, node_map: NodeMap | None) -> Summary:
+def summarize(report: Report, node_map: NodeMap | None, join: Join) -> Summary:
     """All tables of a report."""
-    join = Join(report, node_map or NodeMap([], {}))
     sums = _Sums(report.activities, join.beside)
     steps, gaps = step_tables(report)
     kernels = [SumRow(name, **numbers) for name, numbers in sums.by(lambda activity: activity.name, report.activities)]
@@ -340,6 +343,46 @@ def summarize(report: Report, node_map: NodeMap | None) -> Summary:
     if node_map is not None:
         _add_modules(summary, join, sums)
     return summary
+
+
+# -- the picture
+
+
+def path_profile(report: Report, join: Join) -> PathProfile:
+    """The steps of a report as `graphrt profile` has them, the last one first: it is what a picture shows over time.
+
+    The first of several is left out: it has the profiler's start in it.
+    """
+    numbers = {step: number for number, step in enumerate(reversed(report.steps[1:] or report.steps))}
+    events = []
+    for activity in report.activities:
+        step = numbers.get(activity.ranges[0]) if activity.ranges else None
+        if step is not None:
+            node = join.node_of(activity)
+            place = _place(activity, node)
+            is_beside = bool((node or {}).get("is_beside"))
+            times = activity.start / 1e3, activity.ns / 1e3
+            events.append(Event(step, activity.name, activity.kind, *times, place, activity.node_id is not None, is_beside=is_beside))
+    rows = step_tables(report)[0][-len(numbers) :]
+    step_us = sum(row.device_ms for row in rows) / max(1, len(rows)) * 1e3
+    return PathProfile("captured" if join.replayed else "steps", max(1, len(rows)), tuple(events), step_us)
+
+
+def draw(report: Report, join: Join, file: Path) -> str:
+    """Draw the picture; returns why there is none, "" if there is."""
+    profile = path_profile(report, join)
+    if not profile.events:
+        return "the report has no step."
+    if not plot_profile(file, [profile], report.device):
+        return "matplotlib is not installed. Install it with: pip install matplotlib"
+    return ""
+
+
+def _place(activity: Activity, node: dict[str, Any] | None) -> Place:
+    """Where the activity belongs: by its node, or by the innermost range it was launched in."""
+    if node is None:
+        return Place(phase=activity.ranges[-1].name)
+    return Place(node["phase"], node["direction"], node["module"])
 
 
 # -- output
@@ -392,16 +435,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("report", type=Path, help="SQLite export of an nsys report")
     parser.add_argument("--node-map", type=Path, help="default: node_map.json beside the report, if it is there")
     parser.add_argument("--json", action="store_true", help="all rows of all tables, as one JSON object")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw device time by layer, and the last step over time")
     parser.add_argument("--top", type=int, default=25, help="rows shown of each table (default: %(default)s)")
     options = parser.parse_args(arguments)
     beside = options.report.parent / "node_map.json"
     path = options.node_map or (beside if beside.is_file() else None)
     try:
         report = read_report(options.report)
-        summary = summarize(report, NodeMap.read(path, report.original_nodes) if path else None)
+        node_map = NodeMap.read(path, report.original_nodes) if path else None
     except ReportError as error:
         print(error, file=sys.stderr)
         return 2
+    join = Join(report, node_map or NodeMap([], {}))
+    summary = summarize(report, node_map, join)
+    if options.plot is not None and (reason := draw(report, join, options.plot)):
+        print(f"No picture: {reason}", file=sys.stderr)
     if options.json:
         print(json.dumps(asdict(summary)))
     else:

@@ -354,6 +354,60 @@ def test_without_a_branch_there_is_no_column_for_it(export, capsys, tmp_path):
     assert "beside" not in capsys.readouterr().out
 
 
+def joined(export: Export, directory: Path) -> tuple[Any, Any]:
+    report = summarize.read_report(export.close())
+    path = directory / "node_map.json"
+    return report, summarize.Join(report, summarize.NodeMap.read(path, {}) if path.is_file() else summarize.NodeMap([], {}))
+
+
+def test_the_picture_has_all_steps_but_the_first_by_module(export, tmp_path):
+    write_map(tmp_path, NODES)
+    for start in (0, 100, 200):
+        replayed(export, start)
+    profile = summarize.path_profile(*joined(export, tmp_path))
+    assert (profile.path, profile.num_steps) == ("captured", 2)
+    assert [event.step for event in profile.events] == [1] * 6 + [0] * 6  # the last one is the one over time
+    assert {event.place.module for event in profile.events} == {"blocks.0", "blocks.0.up", ""}
+    assert {event.place.phase for event in profile.events} == {"copy_inputs", "forward", "backward", "clip", "optimizer"}
+    assert profile.kernel_us == pytest.approx(60)
+    assert profile.step_us == pytest.approx(100)
+
+
+def test_the_picture_of_an_eager_step_is_by_range(export, tmp_path):
+    export.range("step", 0, 50, number=1)
+    export.range("forward", 1, 9)
+    export.kernel("gemm", 12, 22, export.call(2))
+    profile = summarize.path_profile(*joined(export, tmp_path))
+    assert [(event.place.phase, event.step, event.duration_us) for event in profile.events] == [("forward", 0, 10.0)]
+    assert profile.path == "steps"
+
+
+def test_a_report_is_drawn(export, tmp_path, capsys):
+    write_map(tmp_path, NODES)
+    replayed(export, 0)
+    picture = tmp_path / "step.png"
+    assert summarize.main([str(export.close()), "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert not capsys.readouterr().err
+
+
+def test_a_report_without_steps_is_not_drawn(export, tmp_path, capsys):
+    export.kernel("gemm", 12, 22, export.call(2))
+    picture = tmp_path / "step.png"
+    assert summarize.main([str(export.close()), "--plot", str(picture)]) == 0
+    assert not picture.is_file()
+    assert capsys.readouterr().err == "No picture: the report has no step.\n"
+
+
+def test_without_matplotlib_there_are_the_tables(export, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(summarize, "plot_profile", lambda *_: False)
+    replayed(export, 0)
+    assert summarize.main([str(export.close()), "--plot", str(tmp_path / "step.png")]) == 0
+    printed = capsys.readouterr()
+    assert "Steps on the device" in printed.out
+    assert "pip install matplotlib" in printed.err
+
+
 def test_what_does_not_match_is_listed(export, capsys, tmp_path):
     write_map(tmp_path, NODES)
     replayed(export, 0, names=("gemm", "norm", "gemm", None, "sgd"))

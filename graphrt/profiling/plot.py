@@ -38,7 +38,7 @@ def plot_profile(file: Path, paths: Sequence[PathProfile], device: str) -> bool:
     handles, labels = axes[0][0].get_legend_handles_labels()
     if any(path.beside_us for path in paths):
         handles, labels = [*handles, Patch(facecolor="gray", alpha=_PALE)], [*labels, "pale: beside others"]
-    figure.legend(handles, labels, loc="outside lower center", ncols=8, fontsize="small")
+    figure.legend(handles, labels, loc="outside lower center", ncols=4 * len(paths), fontsize="small")
     figure.savefig(file, format="png", dpi=110)
     return True
 
