@@ -16,10 +16,13 @@ from test_nsys_report import NODES, Export, replayed
 sys.path.insert(0, str(Path(__file__).parent.parent / "profiles"))
 
 import bench
+import growth
 import host_cost
 import run_ncu
 import run_nsys
 import windowed_steps
+
+from graphrt.settings import make_settings
 
 PROFILES = Path(__file__).parent.parent / "profiles"
 STAND_IN = """#!{python}
@@ -92,19 +95,41 @@ def test_nsys_is_run_both_ways_exported_and_summarized(tool, tmp_path, capsys):
     assert [call[call.index("-t") + 1] for call in profiles] == ["cuda,nvtx"] * 2
     assert [call[call.index("-c") + 1] for call in profiles] == ["cudaProfilerApi"] * 2
     for call, trace in zip(profiles, ("node", "graph"), strict=True):
-        assert {"--capture-range-end=stop", f"--cuda-graph-trace={trace}"} <= set(call)
+        assert {"--capture-range-end=stop", f"--cuda-graph-trace={trace}", "--cpuctxsw=none"} <= set(call)
+        assert call[call.index("-s") + 1] == "none"
         job = call[call.index(sys.executable) :]
         assert Path(job[1]).name == "windowed_steps.py"
         assert [job[job.index(name) + 1] for name in ("--start", "--stop", "--preset")] == ["6", "7", "125m"]
     printed = capsys.readouterr().out
     assert printed.count("Steps on the device") == 2
     assert "blocks.0.up" in printed
+    assert [path.name for path in out.glob("*.png")] == ["node.png"]
 
 
 def test_nsys_that_fails_ends_the_script(tool, tmp_path, capsys):
     tool("nsys", exit_code=3)
     assert run_nsys.main(["--out", str(tmp_path / "out")]) == 3
     assert "nsys profile failed with exit code 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, []),
+        ({"preset": "8bslice"}, ["again"]),
+        ({"preset": "8bslice", "weight_transpose": "kept"}, []),
+        ({"preset": "8bslice", "precision": "bf16"}, []),
+        ({"backward_accum": "fast", "weight_transpose": "again"}, ["fast", "again"]),
+    ],
+)
+def test_a_row_of_the_benchmark_names_what_is_unusual_in_fp8(options, expected):
+    assert bench._fp8_options(make_settings(options)) == expected
+
+
+@pytest.mark.parametrize("axis", growth.AXES)
+def test_the_quick_points_of_an_axis_differ(axis):
+    first, second = (growth._shrunk(point).value(axis) for point in growth.AXES[axis][:2])
+    assert first < second
 
 
 PEER = """import sys

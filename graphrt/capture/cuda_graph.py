@@ -7,7 +7,6 @@ leaks the private pool of an invalidated capture, so there is only ever one).
 
 import ctypes
 import functools
-import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -17,6 +16,7 @@ import torch
 
 from graphrt.capture.cuda_rng import CudaRng, RngTrace
 from graphrt.capture.driver import call
+from graphrt.capture.garbage import no_garbage_collection
 from graphrt.capture.memset_nodes import replace_memsets
 from graphrt.capture.nodes import RawNode
 from graphrt.errors import CaptureError
@@ -110,7 +110,8 @@ def capture(body: Callable[[], T], *, stream: torch.cuda.Stream, pool: Any, rng_
     rng = CudaRng(rng_trace, stream.device)
     rng.register(graph)
     with ExitStack() as stack:
-        stack.enter_context(_no_garbage_collection())
+        # A collection could free a graph or memory, which the driver refuses during a capture.
+        stack.enter_context(no_garbage_collection())
         stack.enter_context(_restoring_generator(stream.device))
         torch.cuda.synchronize(stream.device)
         stack.enter_context(torch.cuda.stream(stream))
@@ -135,19 +136,6 @@ def _ending(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
             graph.capture_end()
         raise
     graph.capture_end()
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A collection during capture could free a graph or memory, which the driver refuses then."""
-    gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextmanager

@@ -1,15 +1,15 @@
 """Running the steps that are profiled, and putting everything back."""
 
-import gc
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from graphrt import batch as batches
+from graphrt.capture.garbage import no_garbage_collection
 from graphrt.capture.recorder import Recording
 from graphrt.capture.runner import CapturedRunner, Phase, StepGraph
 from graphrt.errors import GraphrtError
@@ -51,24 +51,12 @@ def profile_step(trainer: Profilable, runner: CapturedRunner | None, batch: Any,
     if not isinstance(num_steps, int) or isinstance(num_steps, bool) or num_steps < 1:
         raise ValueError(f"steps must be an int of at least 1, got {num_steps!r}.")
     batch = _last_batch(runner) if batch is None else batches.plain(batch)
-    with trainer.everything_put_back(), _without_collections():
+    # A collection would show as time of whatever operation it interrupts.
+    with trainer.everything_put_back(), no_garbage_collection():
         captured = None if runner is None else _profile_captured(trainer, runner, batch, num_steps)
         eager = _profile_eager(trainer, batch, num_steps)
     path, node_map = captured if captured is not None else (None, None)
     return StepProfile(_name_of(trainer.device), path, eager, node_map)
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """No garbage collection of Python's inside the block: it would show as time of whatever operation it interrupts."""
-    gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _last_batch(runner: CapturedRunner | None) -> Any:
